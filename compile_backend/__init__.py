@@ -1,0 +1,36 @@
+"""CUDA graph modes for any PyTorch model, as a `torch.compile` backend.
+
+`torch.compile(model, backend="cudagraph_modes", options={"cudagraph_mode": ...})` needs no import
+of this package: the backend registers by entry point. What is here is for those who want more.
+"""
+
+from compile_backend.backend import reset, stats
+from compile_backend.batch import BatchDescriptor
+from compile_backend.capture_session import capture
+from compile_backend.config import CompilationConfig, CUDAGraphMode, PassConfig
+from compile_backend.context import ForwardContext, get_forward_context, set_forward_context
+from compile_backend.dispatch import CudagraphDispatcher
+from compile_backend.errors import CaptureError, ConfigError
+from compile_backend.resolve import Resolution, resolve_cudagraph_mode
+from compile_backend.support import AttentionCGSupport
+from compile_backend.wrapper import CUDAGraphWrapper
+
+__all__ = [
+    "AttentionCGSupport",
+    "BatchDescriptor",
+    "CUDAGraphMode",
+    "CUDAGraphWrapper",
+    "CaptureError",
+    "CompilationConfig",
+    "ConfigError",
+    "CudagraphDispatcher",
+    "ForwardContext",
+    "PassConfig",
+    "Resolution",
+    "capture",
+    "get_forward_context",
+    "reset",
+    "resolve_cudagraph_mode",
+    "set_forward_context",
+    "stats",
+]

@@ -1,0 +1,56 @@
+"""`capture()`: capture ahead of serving, all warm-ups first, then the largest key first."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from compile_backend.context import enter_capture_session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+logger = logging.getLogger(__name__)
+
+
+class _Session:
+    """The keys met, and how to capture each."""
+
+    def __init__(self) -> None:
+        self._captures: list[tuple[tuple[int, int], Callable[[], None]]] = []
+
+    def add(self, order: tuple[int, int], capture: Callable[[], None]) -> None:
+        """Remember one key; the highest order is captured first."""
+        self._captures.append((order, capture))
+
+    def run(self) -> int:
+        """Capture every key; return how many there were."""
+        ordered = sorted(self._captures, key=lambda item: item[0], reverse=True)
+        for _, capture in ordered:
+            capture()
+        return len(ordered)
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[None]:
+    """Capture, at the end of the body, every key that calls inside it met.
+
+    Each call inside runs once, eagerly, returns its result, and is the warm-up of its key. Nothing
+    is run again for the capture itself, so state changes once a call, as always::
+
+        with capture():
+            for size in (8, 4, 2, 1):
+                compiled(inputs_of(size))
+
+    With the option `cudagraph_capture="ahead"` this is the only place where graphs are captured.
+    If the body raises, nothing is captured.
+    """
+    session = _Session()
+    start = time.perf_counter()
+    with enter_capture_session(session):
+        yield
+    with enter_capture_session(None):
+        number = session.run()
+    logger.info("captured %d keys in %.2f s", number, time.perf_counter() - start)

@@ -1,0 +1,276 @@
+"""One graph that Dynamo made, as it runs: the outer runner.
+
+Per call: which mode and key, inputs to static addresses, run at FULL, PIECEWISE or NONE, outputs
+back to the caller. It decides nothing about modes itself; a dispatcher or the caller does.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from compile_backend.batch import BatchDescriptor, graph_key
+from compile_backend.config import CUDAGraphMode
+from compile_backend.context import (
+    ForwardContext,
+    current_capture_session,
+    current_forward_context,
+    enter_forward_context,
+    is_inside_graph,
+)
+from compile_backend.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from compile_backend.dispatch import CudagraphDispatcher
+    from compile_backend.graph_engine import GraphEngine
+    from compile_backend.inputs import InputBuffers
+    from compile_backend.once import WarnOnce
+    from compile_backend.outputs import OutputReturns
+    from compile_backend.padding import RowPadding
+    from compile_backend.piecewise import PieceRunner, UncapturedRunner
+    from compile_backend.plain_calls import BatchReader
+    from compile_backend.stats import GraphStats
+    from compile_backend.wrapper import CUDAGraphWrapper
+
+logger = logging.getLogger(__name__)
+
+_NONE = CUDAGraphMode.NONE
+_PIECEWISE = CUDAGraphMode.PIECEWISE
+_FULL = CUDAGraphMode.FULL
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """The stitched sections, three ways.
+
+    Attributes:
+        plain: pieces as compiled, eager sections as they are.
+        piecewise: pieces through their wrappers, the rest pinned.
+        capture_pieces: captures every piece and runs nothing; None where nothing is split.
+        runners: the sections of `piecewise`.
+    """
+
+    plain: Callable[[Sequence[Any]], tuple[Any, ...]]
+    piecewise: Callable[[Sequence[Any]], tuple[Any, ...]] | None
+    capture_pieces: Callable[[Sequence[Any]], tuple[Any, ...]] | None
+    runners: tuple[PieceRunner | UncapturedRunner, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """How plain calls find their key.
+
+    Attributes:
+        reader: describes a call.
+        exact: keys for calls as they are.
+        padded: keys for calls that may grow; None where they may not.
+        padding: grows them.
+        has_keys: whether the resolved mode has any key.
+        is_lazy: whether keys are captured when met, outside of `capture()`.
+    """
+
+    reader: BatchReader
+    exact: CudagraphDispatcher
+    padded: CudagraphDispatcher | None
+    padding: RowPadding | None
+    has_keys: bool
+    is_lazy: bool
+
+
+class CompiledGraph:
+    """Runs one compiled graph at the mode and key of each call.
+
+    Args:
+        programs: the stitched sections.
+        full: the wrapper around the plain program.
+        rules: for calls without a forward context.
+        inputs: static memory for callers' tensors.
+        outputs: what callers get back.
+        engine: captures and replays.
+        stats: counts.
+        warn_once: shared by all graphs of one `torch.compile` call.
+        has_graphs: whether any graph may be captured; else every call runs at NONE.
+        growth: how many times larger tensors may be at other keys, by key.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        full: CUDAGraphWrapper,
+        rules: CallRules,
+        inputs: InputBuffers,
+        outputs: OutputReturns,
+        engine: GraphEngine,
+        stats: GraphStats,
+        warn_once: WarnOnce,
+        *,
+        has_graphs: bool,
+        growth: Callable[[BatchDescriptor], int],
+    ) -> None:
+        self._programs = programs
+        self._full = full
+        self._rules = rules
+        self._inputs = inputs
+        self._outputs = outputs
+        self._engine = engine
+        self._warn_once = warn_once
+        self._has_graphs = has_graphs
+        self._growth = growth
+        self._seen: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
+        self.stats = stats
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        """Run the graph on the inputs that Dynamo passes."""
+        if not self._has_graphs or self._engine.is_capturing():
+            return self._programs.plain(args)
+        context = current_forward_context()
+        if context is None:
+            return self._plain_call(args)
+        if is_inside_graph():
+            self._warn_once(
+                logger,
+                "nested",
+                "a function compiled with CUDA graphs was called inside another one's step; it "
+                "runs without graphs of its own there",
+            )
+            return self._programs.plain(args)
+        mode, key = context.cudagraph_runtime_mode, context.batch_descriptor
+        if mode is _NONE or key is None:
+            return self._without_graph(key or self._rules.reader.read(args), args)
+        return self._with_graph(mode, self._rules.reader.with_sizes(key, args), args, context)
+
+    def reset(self) -> None:
+        """Drop every graph and all static memory."""
+        self._full.reset()
+        for runner in self._programs.runners:
+            runner.reset()
+        self._inputs.reset()
+        self._outputs.reset()
+        self._seen.clear()
+
+    def _plain_call(self, args: Sequence[Any]) -> Sequence[Any]:
+        rules = self._rules
+        batch = rules.reader.read(args)
+        mode, key = rules.exact.dispatch(batch)
+        if mode is _NONE:
+            if rules.padded is not None:
+                padded = self._padded_call(batch, args)
+                if padded is not None:
+                    return padded
+            self._tell_without_graph(batch)
+            return self._without_graph(batch, args)
+        return self._with_graph(mode, rules.reader.with_sizes(key, args), args, ForwardContext())
+
+    def _padded_call(self, batch: BatchDescriptor, args: Sequence[Any]) -> Sequence[Any] | None:
+        """The call at the next capture size; None where it cannot grow."""
+        rules = self._rules
+        assert rules.padded is not None
+        assert rules.padding is not None
+        mode, key = rules.padded.dispatch(batch)
+        if mode is _NONE:
+            return None
+        rows = rules.padding.rows(args, batch.num_tokens, key.num_tokens)
+        if rows is None:
+            reason = rules.padding.impossible or f"{batch.num_tokens} tokens make no whole rows"
+            self._warn_once(
+                logger, "padding", "calls cannot be padded to a capture size: %s", reason
+            )
+            return None
+        grown = rules.padding.pad(args, rows)
+        key = rules.reader.with_sizes(key, grown)
+        outputs = self._with_graph(mode, key, grown, ForwardContext())
+        self.stats.at(mode, graph_key(mode, key)).padding += key.num_tokens - batch.num_tokens
+        if self._inputs.writes_back:
+            rules.padding.show_writes(args, grown)
+        return rules.padding.cut(outputs, args)
+
+    def _tell_without_graph(self, batch: BatchDescriptor) -> None:
+        if batch.num_tokens and self._rules.has_keys:
+            self._warn_once(
+                logger,
+                "no key",
+                "a call of %d tokens runs without a CUDA graph since that is no capture size "
+                "(told once); add it to cudagraph_capture_sizes, or set cudagraph_pad_inputs=True",
+                batch.num_tokens,
+            )
+
+    def _without_graph(self, batch: BatchDescriptor, args: Sequence[Any]) -> Sequence[Any]:
+        self.stats.at(_NONE, batch).steps += 1
+        return self._programs.plain(args)
+
+    def _with_graph(
+        self,
+        mode: CUDAGraphMode,
+        key: BatchDescriptor,
+        args: Sequence[Any],
+        context: ForwardContext,
+    ) -> Sequence[Any]:
+        key = graph_key(mode, key)
+        if mode is _FULL and self._full.failure(key) is not None:
+            mode, key = _PIECEWISE, graph_key(_PIECEWISE, key)
+        if mode is _PIECEWISE and self._programs.piecewise is None:
+            return self._without_graph(key, args)
+        if not self._may_run(mode, key) or self._inputs.overlaps(args):
+            return self._without_graph(key, args)
+        static_args, has_moved = self._inputs.load(key, args, self._growth(key))
+        if has_moved:
+            self._drop(key)
+        own = ForwardContext(context.attn_metadata, mode, key, context.extra)
+        with enter_forward_context(own):
+            outputs = self._run(mode, static_args)
+        self._inputs.write_back(static_args, args)
+        self.stats.at(mode, key).steps += 1
+        return self._outputs.give((mode, key), outputs, static_args, args)
+
+    def _run(self, mode: CUDAGraphMode, static_args: list[Any]) -> Sequence[Any]:
+        if mode is _FULL:
+            outputs: Sequence[Any] = self._full(*static_args)
+            return outputs
+        assert self._programs.piecewise is not None
+        return self._programs.piecewise(static_args)
+
+    def _may_run(self, mode: CUDAGraphMode, key: BatchDescriptor) -> bool:
+        """Whether the key has graphs, or may get them now."""
+        if (mode, key) in self._seen:
+            return True
+        session = current_capture_session()
+        if session is None and not self._rules.is_lazy:
+            self._warn_once(
+                logger,
+                "not captured",
+                "a call of %d tokens runs without a CUDA graph since its key was not captured "
+                "ahead (told once); call the model with that size inside capture()",
+                key.num_tokens,
+            )
+            return False
+        self._seen.add((mode, key))
+        if session is not None:
+            session.add((key.num_tokens, mode.value), lambda: self._capture_ahead(mode, key))
+        return True
+
+    def _capture_ahead(self, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
+        static_args = self._inputs.static_args(key)
+        with self._engine.session(), enter_forward_context(ForwardContext(None, mode, key)):
+            try:
+                if mode is _FULL:
+                    self._full.capture(key, static_args)
+                elif self._programs.capture_pieces is not None:
+                    self._programs.capture_pieces(static_args)
+            except CaptureError as error:
+                logger.warning("%s; it runs at a lower mode from now on", error)
+
+    def _drop(self, key: BatchDescriptor) -> None:
+        """An input that graphs read is elsewhere now: capture them again."""
+        self._warn_once(
+            logger,
+            "moved",
+            "a weight or a static input is at another address than when it was captured (told "
+            "once); its graphs are captured again",
+        )
+        self._full.drop(key)
+        for runner in self._programs.runners:
+            runner.drop(key)
+        self._outputs.reset()

@@ -1,0 +1,339 @@
+"""What a user asks for: the modes, the options, and every check of them.
+
+A config is frozen and holds copies only, so that nothing done to the caller's lists and dicts
+later changes it. This file refuses to know models, hardware and what the options lead to: what is
+resolved from them lives elsewhere and is never written back.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from compile_backend.errors import ConfigError
+from compile_backend.support import AttentionCGSupport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    _Check = Callable[[str, Any], Any]
+
+
+class CUDAGraphMode(Enum):
+    """How batches run; NONE, PIECEWISE and FULL are also what a single batch runs at.
+
+    The composite modes hold a pair: the mode of uniform decode batches, and that of all others.
+    """
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+    FULL_DECODE_ONLY = (FULL, NONE)
+    FULL_AND_PIECEWISE = (FULL, PIECEWISE)
+
+    @classmethod
+    def parse(cls, value: str | CUDAGraphMode) -> CUDAGraphMode:
+        """The mode that a name (in any case) or a member means.
+
+        Raises:
+            ConfigError: it means none.
+        """
+        name = value.strip().upper() if isinstance(value, str) else value
+        for mode in cls:
+            if name in (mode, mode.name):
+                return mode
+        names = ", ".join(mode.name for mode in cls)
+        raise ConfigError("cudagraph_mode", value, "is not a mode", f"use one of {names}")
+
+    def separate_routine(self) -> bool:
+        """Whether uniform decode batches and the others have graphs of their own."""
+        return isinstance(self.value, tuple)
+
+    def decode_mode(self) -> CUDAGraphMode:
+        """What uniform decode batches run at, at best."""
+        return CUDAGraphMode(self.value[0]) if isinstance(self.value, tuple) else self
+
+    def mixed_mode(self) -> CUDAGraphMode:
+        """What all other batches run at, at best."""
+        return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
+
+    def has_mode(self, mode: CUDAGraphMode) -> bool:
+        """Whether some batches run at `mode`, which is NONE, PIECEWISE or FULL."""
+        assert mode.is_valid_runtime_mode(), f"{mode.name} is no mode of a single batch"
+        return mode in (self.decode_mode(), self.mixed_mode())
+
+    def has_full_cudagraphs(self) -> bool:
+        """Whether some batches run as one graph."""
+        return self.has_mode(CUDAGraphMode.FULL)
+
+    def has_piecewise_cudagraphs(self) -> bool:
+        """Whether some batches run as one graph for each piece."""
+        return self.has_mode(CUDAGraphMode.PIECEWISE)
+
+    def requires_piecewise_compilation(self) -> bool:
+        """Whether the model must be split for this mode."""
+        return self.has_piecewise_cudagraphs()
+
+    def is_valid_runtime_mode(self) -> bool:
+        """Whether a single batch can run at this mode."""
+        return not self.separate_routine()
+
+
+# A check takes an option's name and value, and returns the value in its one normal form.
+
+
+def _flag(option: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(option, value, "must be a bool", "use True or False")
+    return value
+
+
+def _at_least(minimum: int) -> _Check:
+    def check(option: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigError(option, value, "must be an integer", f"use {minimum} or more")
+        if value < minimum:
+            raise ConfigError(option, value, "is too small", f"use {minimum} or more")
+        return value
+
+    return check
+
+
+def _one_of(*choices: str) -> _Check:
+    def check(option: str, value: Any) -> str:
+        if value not in choices:
+            raise ConfigError(option, value, "is no choice", f"use one of {', '.join(choices)}")
+        return str(value)
+
+    return check
+
+
+def _optional(check: _Check) -> _Check:
+    return lambda option, value: None if value is None else check(option, value)
+
+
+def _sizes(option: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(option, value, "must be a list of sizes", "use (4, 8)")
+    if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in value):
+        raise ConfigError(option, value, "must hold positive integers only", "use (4, 8)")
+    ascending = tuple(sorted(set(value)))
+    if tuple(value) != ascending:
+        raise ConfigError(option, value, "must ascend", f"use {ascending}")
+    return ascending
+
+
+def _op_names(option: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise ConfigError(option, value, "must be a list of names", f"use ({value!r},)")
+    if not isinstance(value, Sequence) or not all(isinstance(n, str) and n for n in value):
+        raise ConfigError(option, value, "must be a list of names", "use ('my_library::my_op',)")
+    return tuple(value)
+
+
+def _mapping(option: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(option, value, "must map names to values", "use {'name': value}")
+    return MappingProxyType({key: _detached(entry) for key, entry in value.items()})
+
+
+def _detached(value: Any) -> Any:
+    """A copy of nested plain containers; what they hold stays the caller's very objects."""
+    if type(value) is dict:
+        return {key: _detached(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(_detached(entry) for entry in value)
+    return value
+
+
+def _levels(option: str, value: Any) -> Mapping[str, AttentionCGSupport]:
+    levels = {name: AttentionCGSupport.parse(v) for name, v in _mapping(option, value).items()}
+    return MappingProxyType(levels)
+
+
+def _function(option: str, value: Any) -> Any:
+    if not callable(value):
+        raise ConfigError(option, value, "must be callable", "use a function or None")
+    return value
+
+
+def _directory(option: str, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise ConfigError(option, value, "must name a directory", "use a path or None")
+    return str(value)
+
+
+def _reject_unknown(options: Mapping[Any, Any], owner: type[Any]) -> None:
+    known = [option.name for option in fields(owner)]
+    for name, value in options.items():
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            valid = f"{hint}use one of {', '.join(known)}"
+            raise ConfigError(str(name), value, "is not an option", valid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassConfig:
+    """Which graph rewrites to run; all are off by default."""
+
+    enable_noop: bool = False
+    enable_fusion: bool = False
+    enable_attn_fusion: bool = False
+    enable_sequence_parallelism: bool = False
+    enable_async_tp: bool = False
+
+    def __post_init__(self) -> None:
+        for flag in fields(self):
+            _flag(flag.name, getattr(self, flag.name))
+
+
+def _pass_config(option: str, value: Any) -> PassConfig:
+    if isinstance(value, PassConfig):
+        return value
+    flags = _mapping(option, value)
+    _reject_unknown(flags, PassConfig)
+    return PassConfig(**flags)
+
+
+# The checks of all options but the bools.
+_CHECKS: Mapping[str, _Check] = {
+    "cudagraph_mode": _optional(lambda _, value: CUDAGraphMode.parse(value)),
+    "cudagraph_capture_sizes": _optional(_sizes),
+    "max_cudagraph_capture_size": _optional(_at_least(1)),
+    "cudagraph_capture": _one_of("lazy", "ahead"),
+    # A graph of code that never ran would capture its lazy initialisation.
+    "cudagraph_num_of_warmups": _at_least(1),
+    "splitting_ops": _optional(_op_names),
+    "attention_support": _optional(_levels),
+    "num_speculative_tokens": _at_least(0),
+    "max_num_seqs": _at_least(1),
+    "describe_batch": _optional(_function),
+    "piece_compiler": _one_of("inductor", "eager"),
+    "inductor_compile_config": _mapping,
+    "compile_sizes": _sizes,
+    "compile_ranges_endpoints": _sizes,
+    "pass_config": _pass_config,
+    "inductor_passes": _mapping,
+    "cache_dir": _optional(_directory),
+    "debug": _one_of("off", "addresses", "verify"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompilationConfig:
+    """The options of the backend, checked.
+
+    Modes and levels may be given by name, tuples as lists, and `pass_config` as a mapping.
+
+    Raises:
+        ConfigError: an option holds what it cannot hold.
+    """
+
+    cudagraph_mode: CUDAGraphMode | None = None
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    max_cudagraph_capture_size: int | None = None
+    cudagraph_capture: str = "lazy"
+    pooling: bool = False
+    cudagraph_num_of_warmups: int = 1
+    cudagraph_copy_inputs: bool = True
+    cudagraph_clone_outputs: bool = True
+    cudagraph_pad_inputs: bool = False
+    cudagraph_specialize_lora: bool = True
+    splitting_ops: tuple[str, ...] | None = None
+    attention_support: Mapping[str, AttentionCGSupport] | None = None
+    num_speculative_tokens: int = 0
+    max_num_seqs: int = 256
+    describe_batch: Callable[..., Any] | None = None
+    piece_compiler: str = "inductor"
+    inductor_compile_config: Mapping[str, Any] = field(default_factory=dict)
+    compile_sizes: tuple[int, ...] = ()
+    compile_ranges_endpoints: tuple[int, ...] = ()
+    use_inductor_graph_partition: bool = False
+    pass_config: PassConfig = field(default_factory=PassConfig)
+    inductor_passes: Mapping[str, Any] = field(default_factory=dict)
+    cache_dir: str | None = None
+    disable_cache: bool = False
+    strict: bool = False
+    debug: str = "off"
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            check: _Check = _CHECKS.get(option.name, _flag)
+            object.__setattr__(self, option.name, check(option.name, getattr(self, option.name)))
+        sizes, maximum = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
+        if sizes is None:
+            return
+        if not sizes:
+            raise ConfigError(
+                "cudagraph_capture_sizes", sizes, "is empty", "use cudagraph_mode='NONE'"
+            )
+        if maximum is not None and maximum != sizes[-1]:
+            raise ConfigError(
+                "max_cudagraph_capture_size",
+                maximum,
+                f"is not the largest of cudagraph_capture_sizes={sizes}",
+                f"use {sizes[-1]} or leave it out",
+            )
+
+    @property
+    def uniform_decode_query_len(self) -> int:
+        """Tokens that a decoding request brings to a batch: its last one and the guesses."""
+        return 1 + self.num_speculative_tokens
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None = None) -> CompilationConfig:
+        """The config that a mapping of options means, such as `options=` of `torch.compile`.
+
+        Raises:
+            ConfigError: an option is unknown, or holds what it cannot hold.
+        """
+        given = {} if options is None else options
+        if not isinstance(given, Mapping):
+            raise ConfigError("options", given, "must be a mapping", "use {'option': value}")
+        _reject_unknown(given, cls)
+        return cls(**given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled and deep-copied as plain options: read-only views cannot be."""
+        options = {option.name: getattr(self, option.name) for option in fields(self)}
+        for name, value in options.items():
+            if isinstance(value, MappingProxyType):
+                options[name] = dict(value)
+        return CompilationConfig.from_options, (options,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unavailable:
+    """An option that is checked but not built yet."""
+
+    option: str
+    is_asked: Callable[[Any], bool]
+    fix: str
+
+
+_UNAVAILABLE = (
+    _Unavailable("use_inductor_graph_partition", bool, "leave it out: splitting_ops splits"),
+    _Unavailable("pass_config", lambda passes: passes != PassConfig(), "leave it out"),
+    _Unavailable("inductor_passes", bool, "leave it out"),
+    _Unavailable("compile_sizes", bool, "leave it out: pieces take every size"),
+    _Unavailable("compile_ranges_endpoints", bool, "leave it out: pieces take every size"),
+    _Unavailable("cache_dir", lambda path: path is not None, "leave it out"),
+)
+
+
+def unavailable(config: CompilationConfig) -> list[ConfigError]:
+    """What the config asks for and this release cannot do yet, as errors to raise.
+
+    Such options are not ignored in silence, nor refused where they are only written down.
+    """
+    return [
+        ConfigError(row.option, value, "is not available in this release", row.fix)
+        for row in _UNAVAILABLE
+        if row.is_asked(value := getattr(config, row.option))
+    ]

@@ -1,0 +1,155 @@
+"""What the current step is: one ContextVar that every graph runner reads.
+
+It refuses to know who decides the mode; a dispatcher, a runner or the user does. Whoever sets a
+context owns the decision, and graph runners trust it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from compile_backend.config import CUDAGraphMode
+from compile_backend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from compile_backend.batch import BatchDescriptor
+
+
+class CaptureSession(Protocol):
+    """Collects the keys met while it is active, to capture them when it ends."""
+
+    def add(self, order: tuple[int, int], capture: Callable[[], None]) -> None:
+        """Remember one key: its place in the capture order and how to capture it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """Facts about the step that is running.
+
+    Attributes:
+        attn_metadata: whatever the attention ops of this step need; opaque here.
+        cudagraph_runtime_mode: NONE, PIECEWISE or FULL.
+        batch_descriptor: the (padded) batch whose graph is to be replayed.
+        extra: further facts for custom ops, by name.
+    """
+
+    attn_metadata: Any = None
+    cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
+    batch_descriptor: BatchDescriptor | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What the ContextVar holds.
+
+    Attributes:
+        forward: the step's context.
+        session: the capture session around it.
+        is_inside_graph: whether a compiled graph set the context for its own sections, so that a
+            compiled function called from within must not run graphs of its own.
+    """
+
+    forward: ForwardContext | None = None
+    session: CaptureSession | None = None
+    is_inside_graph: bool = False
+
+
+_NO_STEP = _Step()
+_STEP: ContextVar[_Step] = ContextVar("cudagraph_modes_step", default=_NO_STEP)
+
+
+def get_forward_context() -> ForwardContext:
+    """The context of the running step.
+
+    Raises:
+        RuntimeError: no step is running.
+    """
+    context = _STEP.get().forward
+    if context is None:
+        raise RuntimeError(
+            "no forward context is set; call the model inside `set_forward_context(...)`, or "
+            "through a compiled model with a CUDA graph mode, which sets one itself"
+        )
+    return context
+
+
+def current_forward_context() -> ForwardContext | None:
+    """The context of the running step, or None outside of one."""
+    return _STEP.get().forward
+
+
+def is_inside_graph() -> bool:
+    """Whether the caller runs within a section of a compiled graph that holds CUDA graphs."""
+    return _STEP.get().is_inside_graph
+
+
+def current_capture_session() -> CaptureSession | None:
+    """The capture session that is collecting keys, or None."""
+    return _STEP.get().session
+
+
+@contextlib.contextmanager
+def set_forward_context(
+    attn_metadata: Any = None,
+    *,
+    cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    batch_descriptor: BatchDescriptor | None = None,
+    **extra: Any,
+) -> Iterator[ForwardContext]:
+    """Run the body as one step with this mode and batch.
+
+    Args:
+        attn_metadata: given to attention ops through `get_forward_context()`.
+        cudagraph_runtime_mode: the mode that a dispatcher chose for this batch.
+        batch_descriptor: the batch that it returned; needed by every mode but NONE.
+        **extra: further facts for custom ops.
+
+    Raises:
+        ConfigError: the mode is no runtime mode, or a mode other than NONE lacks its batch.
+    """
+    if not cudagraph_runtime_mode.is_valid_runtime_mode():
+        raise ConfigError(
+            "cudagraph_runtime_mode",
+            cudagraph_runtime_mode.name,
+            "is not one that a single step can run in",
+            "use NONE, PIECEWISE or FULL, as CudagraphDispatcher.dispatch returns them",
+        )
+    if cudagraph_runtime_mode is not CUDAGraphMode.NONE and batch_descriptor is None:
+        raise ConfigError(
+            "batch_descriptor",
+            None,
+            f"is missing for mode {cudagraph_runtime_mode.name}",
+            "pass the descriptor that CudagraphDispatcher.dispatch returned with the mode",
+        )
+    context = ForwardContext(attn_metadata, cudagraph_runtime_mode, batch_descriptor, extra)
+    token = _STEP.set(_Step(context, _STEP.get().session))
+    try:
+        yield context
+    finally:
+        _STEP.reset(token)
+
+
+@contextlib.contextmanager
+def enter_forward_context(context: ForwardContext) -> Iterator[None]:
+    """Run the body under a context of a compiled graph: its own step, or a replay of one."""
+    token = _STEP.set(_Step(context, _STEP.get().session, is_inside_graph=True))
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+@contextlib.contextmanager
+def enter_capture_session(session: CaptureSession | None) -> Iterator[None]:
+    """Let the body's calls register their keys with `session`; None hides an outer one."""
+    token = _STEP.set(_Step(_STEP.get().forward, session))
+    try:
+        yield
+    finally:
+        _STEP.reset(token)

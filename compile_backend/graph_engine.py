@@ -1,0 +1,357 @@
+"""Capture and replay, on CUDA and on a CPU reference, behind one interface.
+
+A captured graph is a callable frozen to its addresses: replay reruns it on the tensors it was
+captured with and writes the tensors it returned then. The reference engine does exactly that
+with ordinary calls, and refuses what CUDA refuses, so stale addresses, lost context and wrong
+dispatch show on a CPU as wrong numbers. Engines know nothing of modes and keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from compile_backend.context import ForwardContext, current_forward_context, enter_forward_context
+from compile_backend.errors import CaptureError
+from compile_backend.torch_internals import (
+    capture_cleanly,
+    cublas_workspaces_apart,
+    tree_leaves,
+    tree_map,
+    weak_tensor,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What an eager run of the very callable told about capturing it.
+
+    Attributes:
+        outputs: what capture returns, described: tensors as `_TensorSpec`. Only the reference
+            engine needs it.
+        refused: why it cannot be captured, where the run showed that.
+    """
+
+    outputs: Any = None
+    refused: str | None = None
+
+
+class StaticGraph(Protocol):
+    """A captured callable."""
+
+    outputs: Any
+
+    def replay(self) -> None:
+        """Run it on the tensors it was captured with; `outputs` then hold the results."""
+
+
+class GraphEngine(Protocol):
+    """Captures callables on one device."""
+
+    device: torch.device
+
+    def is_capturing(self) -> bool:
+        """Whether the caller is inside a capture (by any engine) or a replay of the reference."""
+
+    def warm_up(self, call: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Trial]:
+        """Run `call(*args)` once, eagerly; return its outputs and what the run told."""
+
+    def capture(self, call: Callable[..., Any], args: Sequence[Any], trial: Trial) -> StaticGraph:
+        """Freeze `call(*args)` without running it.
+
+        Args:
+            call: returns tensors and constants, nested in any way.
+            args: tensors at addresses that stay, and constants.
+            trial: from an earlier warm-up of the same callable on inputs of the same shapes.
+
+        Raises:
+            CaptureError: it cannot be captured; nothing is left behind.
+        """
+
+    def keep_weakly(self, outputs: Any) -> Any:
+        """`outputs` on the same memory, but without keeping that memory from later captures."""
+
+    def session(self) -> contextlib.AbstractContextManager[None]:
+        """Around a series of captures: one garbage collection before, none during."""
+
+
+class _Sessions:
+    """One garbage collection before a series of captures, and none during it."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self.num_collections = 0
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        if self._depth:
+            yield
+            return
+        gc.collect()
+        self.num_collections += 1
+        was_enabled = gc.isenabled()
+        gc.disable()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if was_enabled:
+                gc.enable()
+
+
+# --- CUDA ------------------------------------------------------------------------------------
+
+
+class CudaGraph:
+    """A `torch.cuda.CUDAGraph` and what it returned."""
+
+    __slots__ = ("_graph", "outputs", "replay")
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any) -> None:
+        self._graph = graph
+        self.outputs = outputs
+        self.replay = graph.replay
+
+
+class CudaEngine:
+    """CUDA graphs of one device: one memory pool, one capture stream, kept for good.
+
+    Args:
+        device: a CUDA device with an index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.session = _Sessions()
+        self._lock = threading.Lock()
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._pool = torch.cuda.graph_pool_handle()
+            # A pool whose last graph died cannot be captured into again.
+            self._keeps_pool_alive = torch.cuda.CUDAGraph()
+            with self._capturing(self._keeps_pool_alive):
+                self._keeps_pool_alive_tensor = torch.zeros(1, device=device)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured, by whomever."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def warm_up(self, call: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Trial]:
+        """Run `call(*args)` on the current stream."""
+        return call(*args), Trial()
+
+    def capture(
+        self,
+        call: Callable[..., Any],
+        args: Sequence[Any],
+        trial: Trial,  # noqa: ARG002 - CUDA needs no description of the outputs
+    ) -> CudaGraph:
+        """Freeze `call(*args)` into the engine's pool; see `GraphEngine.capture`."""
+        if self.is_capturing():
+            raise CaptureError("a capture is already running on this stream")
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with self._lock, self.session(), self._capturing(graph):
+                outputs = call(*args)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"{type(error).__name__}: {error}") from error
+        return CudaGraph(graph, outputs)
+
+    def keep_weakly(self, outputs: Any) -> Any:
+        """`outputs`, CUDA tensors of this device as views without ownership."""
+        return tree_map(
+            lambda item: (
+                weak_tensor(item)
+                if isinstance(item, torch.Tensor) and item.device == self.device
+                else item
+            ),
+            outputs,
+        )
+
+    @contextlib.contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.device(self.device), cublas_workspaces_apart():
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._stream), capture_cleanly(graph, self._pool, self.device):
+                yield
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+
+# --- CPU reference ---------------------------------------------------------------------------
+
+
+class ReferenceGraph:
+    """A callable with the tensors, the context and the outputs it was captured with."""
+
+    def __init__(
+        self,
+        engine: ReferenceEngine,
+        call: Callable[..., Any],
+        args: Sequence[Any],
+        outputs: Any,
+    ) -> None:
+        self._engine = engine
+        self._call = call
+        self._args = tuple(args)
+        self._context = current_forward_context() or ForwardContext()
+        self.outputs = outputs
+
+    def replay(self) -> None:
+        """Rerun the callable on its own tensors and write its own outputs."""
+        with torch.no_grad(), self._engine.running(), enter_forward_context(self._context):
+            results = self._call(*self._args)
+        for stored, result in zip(tree_leaves(self.outputs), tree_leaves(results), strict=True):
+            if isinstance(stored, torch.Tensor) and stored.numel():
+                same = stored.data_ptr() == result.data_ptr() and stored.shape == result.shape
+                if not same:
+                    stored.copy_(result)
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorSpec:
+    """How to make an output of a capture: fresh memory, or a view of an argument."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    argument: int | None
+    offset: int
+
+    def make(self, args: Sequence[Any]) -> torch.Tensor:
+        if self.argument is not None:
+            viewed: torch.Tensor = args[self.argument]
+            return viewed.as_strided(self.size, self.stride, self.offset)
+        fresh = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        return fresh.fill_(_poison(self.dtype))
+
+
+class ReferenceEngine:
+    """What CUDA graphs do, with ordinary calls on the CPU.
+
+    Capture runs nothing: outputs are allocated as the warm-up described them and hold NaN (or the
+    largest integer) until the first replay.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cpu")
+        self.session = _Sessions()
+        self._running = threading.local()
+
+    def is_capturing(self) -> bool:
+        """Whether the caller runs inside a replay (where CUDA would run no Python at all)."""
+        return bool(getattr(self._running, "depth", 0))
+
+    def warm_up(self, call: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Trial]:
+        """Run `call(*args)` and notice what a CUDA capture would refuse."""
+        with _host_syncs_noticed() as syncs:
+            outputs = call(*args)
+        refused = f"Tensor.{syncs[0]} makes the host wait for the device" if syncs else None
+        return outputs, Trial(_described(outputs, args), refused)
+
+    def capture(
+        self, call: Callable[..., Any], args: Sequence[Any], trial: Trial
+    ) -> ReferenceGraph:
+        """Freeze `call(*args)`; see `GraphEngine.capture`."""
+        if self.is_capturing():
+            raise CaptureError("a capture is already running on this thread")
+        if trial.refused is not None:
+            raise CaptureError(trial.refused)
+        if trial.outputs is None:
+            raise CaptureError("the callable was not warmed up; run it once before its capture")
+        with self.session(), torch.inference_mode(False), torch.no_grad():
+            outputs = tree_map(
+                lambda item: item.make(args) if isinstance(item, _TensorSpec) else item,
+                trial.outputs,
+                is_leaf=lambda item: isinstance(item, _TensorSpec),
+            )
+        return ReferenceGraph(self, call, args, outputs)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Marks a replay, so that graph runners inside call through as in a capture."""
+        self._running.depth = getattr(self._running, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._running.depth -= 1
+
+    def keep_weakly(self, outputs: Any) -> Any:
+        """`outputs` as they are: the reference has no pool to share."""
+        return outputs
+
+
+def _described(outputs: Any, args: Sequence[Any]) -> Any:
+    owners = {
+        arg.untyped_storage().data_ptr(): index
+        for index, arg in reversed(list(enumerate(args)))
+        if isinstance(arg, torch.Tensor) and arg.numel()
+    }
+
+    def describe(item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return item
+        owner = owners.get(item.untyped_storage().data_ptr()) if item.numel() else None
+        offset = int(item.storage_offset())
+        return _TensorSpec(
+            tuple(item.size()), tuple(item.stride()), item.dtype, item.device, owner, offset
+        )
+
+    return tree_map(describe, outputs)
+
+
+def _poison(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype is torch.bool else torch.iinfo(dtype).max
+
+
+_HOST_SYNCS = (
+    *("item", "tolist", "numpy", "cpu", "nonzero"),
+    *("__bool__", "__int__", "__float__", "__index__"),
+)
+_PATCHING = threading.RLock()
+
+
+@contextlib.contextmanager
+def _host_syncs_noticed() -> Iterator[list[str]]:
+    """Names of the tensor methods that the body called and that wait for a device.
+
+    A compiled piece runs no dispatcher, so modes would not see them; the methods themselves are
+    watched, for this thread only.
+    """
+    noticed: list[str] = []
+    thread = threading.get_ident()
+
+    def watched(name: str, method: Any) -> Any:
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                noticed.append(name)
+            return method(tensor, *args, **kwargs)
+
+        return call
+
+    with _PATCHING:
+        own = {name: torch.Tensor.__dict__.get(name) for name in _HOST_SYNCS}
+        for name in _HOST_SYNCS:
+            setattr(torch.Tensor, name, watched(name, getattr(torch.Tensor, name)))
+        try:
+            yield noticed
+        finally:
+            for name, method in own.items():
+                if method is None:
+                    delattr(torch.Tensor, name)
+                else:
+                    setattr(torch.Tensor, name, method)

@@ -1,0 +1,1 @@
+"""Language models: finding and loading one, and generating text with it."""

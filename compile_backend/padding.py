@@ -1,0 +1,122 @@
+"""Grow a plain call to the next capture size, and cut its outputs back.
+
+Possible only where Dynamo left the number of tokens free: the same compiled code then serves both
+sizes. Rows must be independent of each other, which the user vouches for by asking.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compile_backend.inputs import InputClass
+from compile_backend.torch_internals import free_symbols_of, sizes_are_allowed, storage_id
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from compile_backend.inputs import GraphInput
+    from compile_backend.split import SplitGraph
+
+
+class RowPadding:
+    """Adds rows to the tensors of a call along dimension 0.
+
+    Args:
+        split: the graph, for the symbolic sizes of its inputs and outputs.
+        inputs: what each input is.
+        shape_env: what Dynamo assumed about the sizes.
+    """
+
+    def __init__(self, split: SplitGraph, inputs: Sequence[GraphInput], shape_env: Any) -> None:
+        self._shape_env = shape_env
+        fakes = [split.values[name] for name in split.inputs]
+        tensors = [i for i, item in enumerate(inputs) if item.kind is InputClass.CALLER]
+        self._sizes = {
+            i: fakes[i].node.expr
+            for i, item in enumerate(inputs)
+            if item.kind is InputClass.SIZE and isinstance(fakes[i], torch.SymInt)
+        }
+        first = next((i for i in tensors if fakes[i].dim()), None)
+        rows = fakes[first].shape[0] if first is not None else None
+        self._symbol = rows.node.expr if isinstance(rows, torch.SymInt) else None
+        self._first = first
+        self._padded = [i for i in tensors if self._symbol in free_symbols_of(fakes[i])]
+        outputs = [split.values.get(name) for name in split.outputs if isinstance(name, str)]
+        self._outputs = [self._depends(split.values.get(str(name))) for name in split.outputs]
+        self.impossible = self._why_impossible([fakes[i] for i in self._padded], outputs, fakes)
+
+    def _depends(self, value: Any) -> Any:
+        """True for a tensor with a row per row; the expression of a size that counts rows."""
+        if isinstance(value, torch.Tensor):
+            return self._symbol in free_symbols_of(value)
+        return value.node.expr if isinstance(value, torch.SymInt) else False
+
+    def _why_impossible(
+        self, padded: Sequence[Any], outputs: Sequence[Any], inputs: Sequence[Any]
+    ) -> str | None:
+        if self._symbol is None or not getattr(self._symbol, "is_Symbol", False):
+            return "the number of rows is fixed; compile with dynamic=True"
+        for value in (*padded, *outputs):
+            if not isinstance(value, torch.Tensor) or self._symbol not in free_symbols_of(value):
+                continue
+            sizes: list[Any] = list(value.shape)
+            first, *others = sizes
+            if not isinstance(first, torch.SymInt) or first.node.expr != self._symbol:
+                return "a tensor's dimension 0 does not count its rows"
+            if any(self._symbol in free_symbols_of(size) for size in others):
+                return "a tensor has its rows in another dimension than 0"
+        memories = {storage_id(value) for value in inputs if isinstance(value, torch.Tensor)}
+        if any(isinstance(out, torch.Tensor) and storage_id(out) in memories for out in outputs):
+            return "an output is a view of an input"
+        return None
+
+    def rows(self, args: Sequence[Any], num_tokens: int, padded_tokens: int) -> int | None:
+        """Rows of a call that pads to `padded_tokens`; None where no number of rows does."""
+        if self.impossible is not None or self._first is None:
+            return None
+        actual: int = args[self._first].shape[0]
+        rows, rest = divmod(padded_tokens * actual, num_tokens)
+        if rest:
+            return None
+        known = {expr: args[i] for i, expr in self._sizes.items()}
+        return rows if sizes_are_allowed(self._shape_env, {**known, self._symbol: rows}) else None
+
+    def pad(self, args: Sequence[Any], rows: int) -> list[Any]:
+        """The inputs with zero rows added."""
+        grown = list(args)
+        for i in self._padded:
+            missing = rows - args[i].shape[0]
+            grown[i] = torch.nn.functional.pad(
+                args[i], (0, 0) * (args[i].dim() - 1) + (0, missing)
+            )
+        for i, expr in self._sizes.items():
+            if expr == self._symbol:
+                grown[i] = rows
+        return grown
+
+    def cut(self, outputs: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The outputs without the rows that padding added.
+
+        Args:
+            outputs: of the padded call.
+            args: the inputs before padding.
+        """
+        assert self._first is not None
+        rows = args[self._first].shape[0]
+        sizes = {**{expr: args[i] for i, expr in self._sizes.items()}, self._symbol: rows}
+        kept = []
+        for output, depends in zip(outputs, self._outputs, strict=True):
+            if depends is True:
+                kept.append(output[:rows])
+            elif depends is False:
+                kept.append(output)
+            else:
+                kept.append(int(depends.xreplace(sizes)))
+        return kept
+
+    def show_writes(self, args: Sequence[Any], grown: Sequence[Any]) -> None:
+        """Bring what was written to padded inputs back to the caller's tensors."""
+        for i in self._padded:
+            args[i].copy_(grown[i][: args[i].shape[0]])

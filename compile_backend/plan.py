@@ -1,0 +1,174 @@
+"""What will be done with a graph, before anything is compiled: the one source for all who ask.
+
+Split, input classes, what can be captured, the resolved mode and the keys. The backend builds from
+a plan, `explain` prints it, and neither works anything out anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx
+
+from compile_backend.config import CUDAGraphMode
+from compile_backend.dispatch import CudagraphDispatcher
+from compile_backend.inputs import GraphInput, classify_inputs
+from compile_backend.op_names import SplittingOps
+from compile_backend.pipeline import prepare_for_split
+from compile_backend.resolve import Resolution, default_mode, resolve_cudagraph_mode
+from compile_backend.split import Section, SplitGraph, is_trivial, split_graph
+from compile_backend.support import (
+    AttentionCGSupport,
+    default_splitting_ops,
+    lowest,
+    support_level,
+)
+from compile_backend.torch_internals import has_data_dependent_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from compile_backend.config import CompilationConfig
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """How one Dynamo graph will run.
+
+    Attributes:
+        split: its sections.
+        inputs: what each input is.
+        device: where graphs are captured.
+        splitting_ops: what was searched for.
+        support: level of each splitting op that was found.
+        asked: the mode asked for, or the default.
+        resolution: what it becomes, and why.
+        uncapturable: pieces that no graph can hold, with the reason.
+        notes: further reasons that a person should know, such as why FULL is out.
+        needs_grad: whether the call needs gradients, so that nothing is captured.
+        dispatcher: the keys, for calls that may not be padded.
+    """
+
+    split: SplitGraph
+    inputs: tuple[GraphInput, ...]
+    device: torch.device
+    splitting_ops: tuple[str, ...]
+    support: dict[str, AttentionCGSupport]
+    asked: CUDAGraphMode
+    resolution: Resolution
+    uncapturable: dict[str, str]
+    notes: tuple[str, ...]
+    needs_grad: bool
+    dispatcher: CudagraphDispatcher
+
+    @property
+    def mode(self) -> CUDAGraphMode:
+        """The mode that calls run under."""
+        return CUDAGraphMode.NONE if self.needs_grad else self.resolution.mode
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that exist once every key was met."""
+        if self.mode is CUDAGraphMode.NONE:
+            return 0
+        num_pieces = len(self.split.pieces) - len(self.uncapturable)
+        return len(self.dispatcher.keys(CUDAGraphMode.FULL)) + num_pieces * len(
+            self.dispatcher.keys(CUDAGraphMode.PIECEWISE)
+        )
+
+
+def plan_graph(
+    graph_module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: CompilationConfig,
+) -> GraphPlan:
+    """Work out how a Dynamo graph will run.
+
+    Args:
+        graph_module: rewritten in place, so that it can be cut.
+        example_inputs: what it is first called with.
+        config: what the user asked for.
+
+    Raises:
+        ConfigError: the mode is not supported and `strict` is set, or a capture size cannot be.
+    """
+    names = config.splitting_ops if config.splitting_ops is not None else default_splitting_ops()
+    prepare_for_split(graph_module)
+    split = split_graph(graph_module, SplittingOps(names))
+    device = _device_of(example_inputs, split)
+    support = {
+        name: support_level(name, config.attention_support)
+        for section in split.eager_sections
+        for name in section.ops
+    }
+    uncapturable = {
+        piece.name: reason
+        for piece in split.pieces
+        if (reason := _why_uncapturable(piece, device)) is not None
+    }
+    piecewise = bool(split.eager_sections)
+    asked = config.cudagraph_mode or default_mode(piecewise=piecewise, pooling=config.pooling)
+    notes = [f"FULL is out since {name} {reason}" for name, reason in uncapturable.items()]
+    query_len = config.uniform_decode_query_len
+    resolution = resolve_cudagraph_mode(
+        asked,
+        AttentionCGSupport.NEVER if uncapturable else lowest(support.values()),
+        piecewise=piecewise,
+        uniform_decode_query_len=query_len,
+        strict=config.strict,
+    )
+    if resolution.downgrades and not piecewise:
+        notes.append(f"nothing was split out; searched for {_shortened(names)}")
+    dispatcher = CudagraphDispatcher(
+        config,
+        max_num_seqs=config.max_num_seqs,
+        uniform_decode_query_len=query_len,
+        pad=False,
+    )
+    dispatcher.initialize_cudagraph_keys(resolution.mode)
+    return GraphPlan(
+        split=split,
+        inputs=classify_inputs(graph_module.graph, example_inputs, device),
+        device=device,
+        splitting_ops=tuple(names),
+        support=support,
+        asked=asked,
+        resolution=resolution,
+        uncapturable=uncapturable,
+        notes=tuple(notes),
+        needs_grad=_needs_grad(example_inputs),
+        dispatcher=dispatcher,
+    )
+
+
+def _device_of(example_inputs: Sequence[Any], split: SplitGraph) -> torch.device:
+    """The first device that is not the CPU, among inputs and then all values."""
+    values = (*example_inputs, *split.values.values())
+    devices = [value.device for value in values if isinstance(value, torch.Tensor)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def _needs_grad(example_inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
+    )
+
+
+def _why_uncapturable(piece: Section, device: torch.device) -> str | None:
+    """Why no graph can hold a piece; None where one can."""
+    has_work = False
+    for node in piece.module.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.device != device:
+            return f"works on {value.device} ({node.name})"
+        if isinstance(value, (torch.Tensor, torch.SymInt)) and has_data_dependent_size(value):
+            return f"has a size that depends on data ({node.name})"
+        has_work = has_work or (node.op.startswith("call_") and not is_trivial(node))
+    return None if has_work else "does no work on the device"
+
+
+def _shortened(names: Sequence[str], most: int = 12) -> str:
+    shown = ", ".join(names[:most])
+    return f"{shown}, and {len(names) - most} more" if len(names) > most else shown or "no op"

@@ -1,0 +1,348 @@
+"""Cut a Dynamo graph at its splitting ops into pieces and eager sections.
+
+A *piece* is what a compiler gets and a CUDA graph can hold; an *eager section* is one or more
+splitting ops that run between two pieces. Only tensors and integers cross a cut, original order
+is kept, and no piece is left that merely allocates or views. The split knows nothing of modes,
+compilers or graphs.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx
+
+from compile_backend.op_names import SplittingOps, op_name
+from compile_backend.split_regions import Region, RegionWriter, region_of_nodes
+from compile_backend.torch_internals import storage_id
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A graph output that is no value of the graph."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the graph that runs as one.
+
+    Attributes:
+        name: unique in its graph: `piece_0`, `eager_1`, ...
+        is_piece: whether it is compiled and captured; else it is an eager section.
+        module: takes the inputs in order, returns a tuple of the outputs.
+        inputs: names of the values it reads.
+        outputs: names of the values that later sections or the caller read.
+        ops: names of the splitting ops in it; empty for a piece.
+    """
+
+    name: str
+    is_piece: bool
+    module: torch.fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    ops: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitGraph:
+    """A graph as straight-line sections over named values.
+
+    Attributes:
+        inputs: names of the graph's inputs, in call order.
+        sections: in the order they run.
+        outputs: names of the values it returns, or constants.
+        values: the fake tensor or integer that stands for each named value.
+    """
+
+    inputs: tuple[str, ...]
+    sections: tuple[Section, ...]
+    outputs: tuple[str | Constant, ...]
+    values: Mapping[str, Any]
+
+    @property
+    def pieces(self) -> tuple[Section, ...]:
+        """The sections that are compiled."""
+        return tuple(section for section in self.sections if section.is_piece)
+
+    @property
+    def eager_sections(self) -> tuple[Section, ...]:
+        """The sections that run the splitting ops."""
+        return tuple(section for section in self.sections if not section.is_piece)
+
+
+def split_graph(graph_module: torch.fx.GraphModule, splitting_ops: SplittingOps) -> SplitGraph:
+    """Cut `graph_module` at `splitting_ops`.
+
+    Args:
+        graph_module: a Dynamo graph whose sizes and tuples were taken apart; not changed.
+        splitting_ops: where to cut.
+    """
+    graph = graph_module.graph
+    placement = _place_nodes(graph, splitting_ops.cuts)
+    groups = _ordered_groups(graph, placement)
+    returned = _returned(graph)
+    readers = _readers(groups, returned)
+    regions = region_of_nodes(graph)
+    sections = []
+    for index, (is_piece, nodes) in enumerate(groups):
+        writer = _SectionWriter(graph_module, regions)
+        for node in nodes:
+            writer.add(node)
+        outputs = tuple(node for node in nodes if readers.get(node, -1) > index)
+        name = f"{'piece' if is_piece else 'eager'}_{index}"
+        ops = tuple(str(op_name(node)) for node in nodes if splitting_ops.cuts(node))
+        sections.append(writer.section(name, is_piece=is_piece, outputs=outputs, ops=ops))
+    return SplitGraph(
+        inputs=tuple(node.name for node in graph.nodes if node.op == "placeholder"),
+        sections=tuple(sections),
+        outputs=tuple(
+            item.name if isinstance(item, torch.fx.Node) else Constant(item) for item in returned
+        ),
+        values={node.name: node.meta.get("example_value") for node in graph.nodes},
+    )
+
+
+# --- which section each node belongs to ------------------------------------------------------
+
+
+def _place_nodes(
+    graph: torch.fx.Graph, cuts: Callable[[torch.fx.Node], bool]
+) -> dict[torch.fx.Node, int]:
+    """A section number for each node that runs: even for pieces, odd for eager sections.
+
+    Left out are nodes that every reader gets a copy of: attributes, and integers that are
+    computed from the graph's own sizes.
+    """
+    placement: dict[torch.fx.Node, int] = {}
+    current = 0
+    for node in graph.nodes:
+        if not _runs_once(node):
+            continue
+        producers = [placement[arg] for arg in node.all_input_nodes if arg in placement]
+        if _follows_producer(node) and producers:
+            placement[node] = max(producers)
+        elif cuts(node):
+            current += 1 - current % 2
+            placement[node] = current
+        else:
+            current += current % 2
+            placement[node] = current
+    _dissolve_trivial_pieces(placement, current)
+    return placement
+
+
+def _runs_once(node: torch.fx.Node) -> bool:
+    return node.op.startswith("call_") and not is_copied_scalar(node) and Region.of(node) is None
+
+
+def is_copied_scalar(node: torch.fx.Node) -> bool:
+    """Whether a node computes a number from the graph's own sizes alone."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return False
+    if node.op != "call_function" or node.kwargs:
+        return False
+    return all(
+        is_copied_scalar(arg)
+        or (
+            arg.op == "placeholder" and not isinstance(arg.meta.get("example_value"), torch.Tensor)
+        )
+        for arg in node.all_input_nodes
+    )
+
+
+def _follows_producer(node: torch.fx.Node) -> bool:
+    """Element picks of a multi-output op and sizes of a tensor stay with what made them."""
+    value = node.meta.get("example_value")
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return True
+    return node.target is operator.getitem and not isinstance(
+        node.args[0].meta.get("example_value"),  # type: ignore[union-attr]
+        torch.Tensor,
+    )
+
+
+def _dissolve_trivial_pieces(placement: dict[torch.fx.Node, int], last: int) -> None:
+    """Move nodes out of pieces that only allocate and view.
+
+    Each goes to the piece before, where its inputs allow, else into the eager section before (or,
+    at the very start, after).
+    """
+    members: dict[int, list[torch.fx.Node]] = {}
+    for node, number in placement.items():
+        members.setdefault(number, []).append(node)
+    earlier_piece: int | None = None
+    for number in range(0, last + 1, 2):
+        nodes = members.get(number, [])
+        if not nodes or not all(is_trivial(node) for node in nodes) or last == 0:
+            earlier_piece = number if nodes else earlier_piece
+            continue
+        for node in nodes:
+            needed = max((placement[a] for a in node.all_input_nodes if a in placement), default=0)
+            if earlier_piece is not None and needed <= earlier_piece:
+                placement[node] = earlier_piece
+            else:
+                placement[node] = max(number - 1, 1)
+
+
+_ALLOCATIONS = frozenset(
+    {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+)
+_VIEWS = frozenset(
+    {
+        *("view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "t"),
+        *(
+            "flatten",
+            "unflatten",
+            "select",
+            "narrow",
+            "detach",
+            "contiguous",
+            "movedim",
+            "getattr",
+        ),
+        *("view_as", "expand_as", "swapaxes", "as_strided", "chunk", "split", "unbind", "getitem"),
+        *("alias", "_unsafe_view", "split_with_sizes", "unsafe_split", "reshape_as", "sym_size"),
+    }
+)
+
+
+def is_trivial(node: torch.fx.Node) -> bool:
+    """Whether a node does no device work: it allocates, views, or picks an element."""
+    name = str(node.target) if node.op == "call_method" else str(op_name(node))
+    name = name.rsplit("::", 1)[-1].split(".")[0] if "::" in name else name.rsplit(".", 1)[-1]
+    if name in _ALLOCATIONS:
+        return True
+    if name not in _VIEWS:
+        return False
+    value = node.meta.get("example_value")
+    first = value[0] if isinstance(value, (tuple, list)) and value else value
+    if not isinstance(first, torch.Tensor):
+        return True
+    source = next(iter(node.all_input_nodes), None)
+    seen = source.meta.get("example_value") if source is not None else None
+    if isinstance(seen, (tuple, list)):
+        return True
+    return storage_id(first) == storage_id(seen)
+
+
+def _ordered_groups(
+    graph: torch.fx.Graph, placement: dict[torch.fx.Node, int]
+) -> list[tuple[bool, list[torch.fx.Node]]]:
+    """The non-empty sections in order; eager sections that became neighbours are one."""
+    members: dict[int, list[torch.fx.Node]] = {}
+    for node in graph.nodes:
+        if node in placement:
+            members.setdefault(placement[node], []).append(node)
+    groups: list[tuple[bool, list[torch.fx.Node]]] = []
+    for number in sorted(members):
+        is_piece = number % 2 == 0
+        if groups and not is_piece and not groups[-1][0]:
+            groups[-1][1].extend(members[number])
+        else:
+            groups.append((is_piece, members[number]))
+    return groups
+
+
+# --- what crosses the cuts -------------------------------------------------------------------
+
+
+def _returned(graph: torch.fx.Graph) -> tuple[Any, ...]:
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    returned = output.args[0]
+    return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+
+
+def _readers(
+    groups: list[tuple[bool, list[torch.fx.Node]]],
+    returned: Iterable[Any],
+) -> dict[torch.fx.Node, int]:
+    """The last section that reads each node; past the end for what the graph returns."""
+    readers: dict[torch.fx.Node, int] = {}
+
+    def read(node: torch.fx.Node, index: int) -> None:
+        readers[node] = max(index, readers.get(node, -1))
+        if is_copied_scalar(node):
+            for arg in node.all_input_nodes:
+                read(arg, index)
+
+    for index, (_, nodes) in enumerate(groups):
+        for node in nodes:
+            for arg in node.all_input_nodes:
+                read(arg, index)
+    for item in returned:
+        if isinstance(item, torch.fx.Node):
+            read(item, len(groups))
+    return readers
+
+
+class _SectionWriter:
+    """Writes one section as a graph of its own."""
+
+    def __init__(
+        self, graph_module: torch.fx.GraphModule, regions: Mapping[torch.fx.Node, Region]
+    ) -> None:
+        self._graph_module = graph_module
+        self._graph = torch.fx.Graph()
+        self._copies: dict[torch.fx.Node, torch.fx.Node] = {}
+        self._inputs: list[torch.fx.Node] = []
+        self._body = RegionWriter(self._graph, regions)
+
+    def add(self, node: torch.fx.Node) -> None:
+        for arg in node.all_input_nodes:
+            self._provide(arg)
+        self._body.enter(node)
+        self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
+
+    def _provide(self, node: torch.fx.Node) -> None:
+        if node in self._copies:
+            return
+        if node.op == "get_attr":
+            self._copies[node] = self._graph.node_copy(node)
+        elif is_copied_scalar(node):
+            for arg in node.all_input_nodes:
+                self._provide(arg)
+            self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
+        else:
+            self._copies[node] = self._placeholder(node)
+            self._inputs.append(node)
+
+    def _placeholder(self, node: torch.fx.Node) -> torch.fx.Node:
+        """An input named after the value; inputs stand before all else, in order of first use."""
+        last = next((n for n in reversed(self._graph.nodes) if n.op == "placeholder"), None)
+        place = (
+            self._graph.inserting_after(last)
+            if last is not None
+            else self._graph.inserting_before(next(iter(self._graph.nodes), None))
+        )
+        with place:
+            copy = self._graph.placeholder(node.name)
+        copy.meta = dict(node.meta)
+        return copy
+
+    def section(
+        self,
+        name: str,
+        *,
+        is_piece: bool,
+        outputs: tuple[torch.fx.Node, ...],
+        ops: tuple[str, ...],
+    ) -> Section:
+        self._body.close()
+        self._graph.output(tuple(self._copies[node] for node in outputs))
+        return Section(
+            name=name,
+            is_piece=is_piece,
+            module=torch.fx.GraphModule(self._graph_module, self._graph, class_name=name),
+            inputs=tuple(node.name for node in self._inputs),
+            outputs=tuple(node.name for node in outputs),
+            ops=ops,
+        )

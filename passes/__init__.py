@@ -1,0 +1,1 @@
+"""Rewrites of FX graphs. They import torch and nothing of the backend."""

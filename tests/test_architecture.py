@@ -1,0 +1,168 @@
+"""The rules that hold over all files: who imports whom, what is exported, what an import starts."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("compile_backend", "passes")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+README = ROOT / "README.md"
+
+PUBLIC_NAMES = [
+    "AttentionCGSupport",
+    "BatchDescriptor",
+    "CUDAGraphMode",
+    "CUDAGraphWrapper",
+    "CaptureError",
+    "CompilationConfig",
+    "ConfigError",
+    "CudagraphDispatcher",
+    "ForwardContext",
+    "PassConfig",
+    "Resolution",
+    "capture",
+    "explain",
+    "get_forward_context",
+    "reset",
+    "resolve_cudagraph_mode",
+    "set_forward_context",
+    "stats",
+]
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def _succeeds(*arguments: str) -> str:
+    result = _run(*arguments)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text(), filename=str(path)))
+
+
+def test_import_contracts_hold() -> None:
+    _succeeds(
+        "-c",
+        "import sys; from importlinter.cli import lint_imports;"
+        "sys.exit(lint_imports(is_debug_mode=False, show_timings=False))",
+    )
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_modules_import_each_other_and_not_the_package(path: Path) -> None:
+    """The import contracts see an import of a module; one through the package escapes them."""
+    if path.name in ("__init__.py", "__main__.py"):
+        return
+    for node in _nodes(path):
+        if isinstance(node, ast.Import):
+            assert not {alias.name for alias in node.names} & set(PACKAGES)
+        elif isinstance(node, ast.ImportFrom) and node.module in PACKAGES:
+            package = ROOT / node.module
+            for alias in node.names:
+                assert (package / f"{alias.name}.py").is_file() or (package / alias.name).is_dir()
+
+
+def test_one_context_variable() -> None:
+    made = [
+        _name(path)
+        for path in SOURCES
+        for node in _nodes(path)
+        if isinstance(node, ast.Call)
+        and (getattr(node.func, "id", None) or getattr(node.func, "attr", None)) == "ContextVar"
+    ]
+    assert made == ["compile_backend/context.py"]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_no_global_statement(path: Path) -> None:
+    assert not [node for node in _nodes(path) if isinstance(node, ast.Global)]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_file_names_name_something(path: Path) -> None:
+    parts = set(re.split(r"[_.]", path.name))
+    assert not parts & {"utils", "util", "common", "helpers", "helper", "misc"}
+
+
+def test_exported_names() -> None:
+    printed = _succeeds(
+        "-c",
+        "import json, compile_backend as c;"
+        "print(json.dumps([c.__all__, [n for n in c.__all__ if not hasattr(c, n)]]))",
+    )
+    exported, missing = json.loads(printed)
+    assert sorted(exported) == sorted(PUBLIC_NAMES)
+    assert not missing
+
+
+def test_import_starts_nothing() -> None:
+    printed = _succeeds(
+        "-c",
+        "import json, sys, compile_backend, torch;"
+        "print(json.dumps([torch.cuda.is_initialized(), sorted(sys.modules)]))",
+    )
+    is_cuda_initialized, modules = json.loads(printed)
+    assert not is_cuda_initialized
+    assert not {"torch._dynamo", "torch._inductor.compile_fx", "transformers"} & set(modules)
+
+
+def test_backend_is_found_without_importing_the_package() -> None:
+    printed = _succeeds(
+        "-c",
+        "import sys, torch;"
+        "print('cudagraph_modes' in torch.compiler.list_backends(),"
+        "'compile_backend' in sys.modules)",
+    )
+    assert printed.split() == ["True", "False"]
+
+
+def _readme_blocks() -> list[str]:
+    if not README.is_file():
+        return []
+    return re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.skipif(not README.is_file(), reason="there is no README")
+def test_readme_shows_code() -> None:
+    assert _readme_blocks()
+
+
+@pytest.mark.parametrize("block", _readme_blocks())
+def test_readme_block_runs(block: str) -> None:
+    _succeeds("-c", block)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=_name)
+def test_example_is_short_and_has_a_main(path: Path) -> None:
+    source = path.read_text()
+    functions = [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    assert "main" in functions
+    assert len(source.splitlines()) < 60
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=_name)
+def test_example_runs(path: Path) -> None:
+    _succeeds(str(path))
