@@ -219,10 +219,11 @@ class CompiledGraph:
         if has_moved:
             self._drop(key)
         own = ForwardContext(context.attn_metadata, mode, key, context.extra)
-        with enter_forward_context(own):
+        stats = self.stats.at(mode, key)
+        with enter_forward_context(own), self._engine.session():
             outputs = self._run(mode, static_args)
         self._inputs.write_back(static_args, args)
-        self.stats.at(mode, key).steps += 1
+        stats.steps += 1
         return self._outputs.give((mode, key), outputs, static_args, args)
 
     def _run(self, mode: CUDAGraphMode, static_args: list[Any]) -> Sequence[Any]:

@@ -19,7 +19,8 @@ import torch
 from compile_backend.context import ForwardContext, current_forward_context, enter_forward_context
 from compile_backend.errors import CaptureError
 from compile_backend.torch_internals import (
-    capture_cleanly,
+    BrokenCaptureError,
+    capturing,
     cublas_workspaces_apart,
     tree_leaves,
     tree_map,
@@ -83,29 +84,39 @@ class GraphEngine(Protocol):
         """Around a series of captures: one garbage collection before, none during."""
 
 
-class _Sessions:
-    """One garbage collection before a series of captures, and none during it."""
+class Sessions:
+    """One garbage collection before a series of captures, and none during it.
+
+    The collection waits for the first capture of the series: a step that captures nothing costs
+    nothing.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
+        self._restores_gc: bool | None = None
         self.num_collections = 0
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        if self._depth:
-            yield
-            return
-        gc.collect()
-        self.num_collections += 1
-        was_enabled = gc.isenabled()
-        gc.disable()
+        """Around a series of captures."""
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
-            if was_enabled:
-                gc.enable()
+            if not self._depth and self._restores_gc is not None:
+                if self._restores_gc:
+                    gc.enable()
+                self._restores_gc = None
+
+    def before_capture(self) -> None:
+        """Collect and switch the collector off, unless this series has done so."""
+        assert self._depth, "captures happen within a session"
+        if self._restores_gc is None:
+            gc.collect()
+            self.num_collections += 1
+            self._restores_gc = gc.isenabled()
+            gc.disable()
 
 
 # --- CUDA ------------------------------------------------------------------------------------
@@ -131,15 +142,12 @@ class CudaEngine:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.session = _Sessions()
+        self.session = Sessions()
         self._lock = threading.Lock()
+        self._kept: list[Any] = []
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._pool = torch.cuda.graph_pool_handle()
-            # A pool whose last graph died cannot be captured into again.
-            self._keeps_pool_alive = torch.cuda.CUDAGraph()
-            with self._capturing(self._keeps_pool_alive):
-                self._keeps_pool_alive_tensor = torch.zeros(1, device=device)
+        self._pool = self._new_pool()
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured, by whomever."""
@@ -158,14 +166,18 @@ class CudaEngine:
         """Freeze `call(*args)` into the engine's pool; see `GraphEngine.capture`."""
         if self.is_capturing():
             raise CaptureError("a capture is already running on this stream")
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with self._lock, self.session(), self._capturing(graph):
-                outputs = call(*args)
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise CaptureError(f"{type(error).__name__}: {error}") from error
+        with self._lock, self.session():
+            self.session.before_capture()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with self._capturing(graph, self._pool):
+                    outputs = call(*args)
+            except BrokenCaptureError as error:
+                self._kept.append(graph)
+                self._pool = self._new_pool()
+                raise CaptureError(str(error)) from error
+            except Exception as error:
+                raise CaptureError(f"{type(error).__name__}: {error}") from error
         return CudaGraph(graph, outputs)
 
     def keep_weakly(self, outputs: Any) -> Any:
@@ -179,12 +191,20 @@ class CudaEngine:
             outputs,
         )
 
+    def _new_pool(self) -> Any:
+        """A pool that lives on: one whose last graph died cannot be captured into again."""
+        pool = torch.cuda.graph_pool_handle()
+        keeper = torch.cuda.CUDAGraph()
+        with self._capturing(keeper, pool):
+            self._kept.append((keeper, torch.zeros(1, device=self.device)))
+        return pool
+
     @contextlib.contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        torch.cuda.synchronize(self.device)
+    def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         with torch.cuda.device(self.device), cublas_workspaces_apart():
+            torch.cuda.synchronize(self.device)
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._stream), capture_cleanly(graph, self._pool, self.device):
+            with torch.cuda.stream(self._stream), capturing(graph, pool):
                 yield
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
@@ -247,7 +267,7 @@ class ReferenceEngine:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
-        self.session = _Sessions()
+        self.session = Sessions()
         self._running = threading.local()
 
     def is_capturing(self) -> bool:
@@ -272,6 +292,7 @@ class ReferenceEngine:
         if trial.outputs is None:
             raise CaptureError("the callable was not warmed up; run it once before its capture")
         with self.session(), torch.inference_mode(False), torch.no_grad():
+            self.session.before_capture()
             outputs = tree_map(
                 lambda item: item.make(args) if isinstance(item, _TensorSpec) else item,
                 trial.outputs,

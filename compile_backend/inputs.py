@@ -18,7 +18,6 @@ from compile_backend.torch_internals import (
     copy_all,
     input_source_name,
     is_static_address,
-    same_addresses,
 )
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class _Loaded:
     """One key's inputs: at their static addresses, and how to fill them."""
 
     static_args: list[Any]
-    addresses: list[Any]
+    addresses: list[int]
     copies: list[tuple[list[torch.Tensor], list[int]]]
     irregular: list[tuple[torch.Tensor, int]]
 
@@ -144,7 +143,7 @@ class InputBuffers:
             loaded = self._loaded[key] = self._make(args, growth)
             has_moved = False
         else:
-            has_moved = not same_addresses(list(args), loaded.addresses, self._fixed)
+            has_moved = _addresses(args, self._fixed) != loaded.addresses
             if has_moved:
                 self._rebind(loaded, args)
         for targets, positions in loaded.copies:
@@ -201,10 +200,14 @@ class InputBuffers:
         return loaded
 
     def _rebind(self, loaded: _Loaded, args: Sequence[Any]) -> None:
-        loaded.addresses = [None] * len(args)
+        loaded.addresses = _addresses(args, self._fixed)
         for i in self._fixed:
             loaded.static_args[i] = args[i]
-            loaded.addresses[i] = args[i].data_ptr()
+
+
+def _addresses(args: Sequence[Any], positions: Sequence[int]) -> list[int]:
+    """Where the tensors at these positions are; asked for hundreds of weights in every step."""
+    return [*map(torch.Tensor.data_ptr, [args[i] for i in positions])]
 
 
 def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:

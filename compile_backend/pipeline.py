@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from passes.additive_mask import AdditiveMaskPass
 from passes.decompose_sizes import DecomposeSizesPass
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 def passes_before_split() -> tuple[GraphPass, ...]:
     """In the order they run."""
-    return (DecomposeSizesPass(),)
+    return (DecomposeSizesPass(), AdditiveMaskPass())
 
 
 def prepare_for_split(graph_module: torch.fx.GraphModule) -> None:

@@ -258,16 +258,6 @@ def _spread(wrapped: Any) -> Callable[[list[Any]], Sequence[Any]]:
 # --- CUDA graphs -----------------------------------------------------------------------------
 
 
-def same_addresses(tensors: list[Any], addresses: list[int], positions: list[int]) -> bool:
-    """Whether the tensors at these positions are where they were; one call for all of them."""
-    check: Callable[..., bool] | None = getattr(  # builds for the CPU lack it
-        torch._C, "_tensors_data_ptrs_at_indices_equal", None
-    )
-    if check is not None:
-        return check(tensors, addresses, positions)
-    return all(tensors[position].data_ptr() == addresses[position] for position in positions)
-
-
 def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A CUDA tensor on the same memory that does not keep that memory allocated."""
     if tensor.numel() == 0 or tensor.untyped_storage().nbytes() == 0:
@@ -306,42 +296,42 @@ def cublas_workspaces_apart() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def capture_cleanly(
-    graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device
-) -> Iterator[None]:
-    """Capture the body into `graph`; on failure leave no trace of the attempt.
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Capture the body into `graph`, while other threads may use the device.
 
-    A capture that the driver broke off makes `capture_end` raise before it told the allocator and
-    the random generator that capturing is over, after which every allocation and every random
-    number on the device would fail.
+    Raises:
+        BrokenCaptureError: the driver broke the capture off. `graph` must then be kept for good, and
+            nothing may be captured into `pool` again: `capture_end` failed before it told the
+            allocators, which go on asking the graph whether a stream belongs to it.
     """
-    generator = torch.cuda.default_generators[device.index]
-    state = generator.graphsafe_get_state()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         yield
-    except BaseException:
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            _forget_capture(graph, pool, device, generator, state)
+    except BaseException as error:
+        _end_capture(graph, pool, generator, error)
         raise
+    _end_capture(graph, pool, generator, None)
+
+
+class BrokenCaptureError(RuntimeError):
+    """A capture that could not be ended cleanly."""
+
+
+def _end_capture(
+    graph: torch.cuda.CUDAGraph,
+    pool: Any,
+    generator: torch.Generator,
+    error: BaseException | None,
+) -> None:
     try:
         graph.capture_end()
-    except RuntimeError:
-        _forget_capture(graph, pool, device, generator, state)
-        raise
-
-
-def _forget_capture(
-    graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device, generator: Any, state: Any
-) -> None:
-    with contextlib.suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(device.index, pool)
-    with contextlib.suppress(RuntimeError):
-        graph.reset()
-    with contextlib.suppress(RuntimeError):
-        generator.graphsafe_set_state(state.clone_state())
+    except RuntimeError as broken:
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        # The old state believes for ever that a capture is running.
+        generator.graphsafe_set_state(generator.graphsafe_get_state().clone_state())
+        raise BrokenCaptureError(str(error or broken)) from (error or broken)
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -1,0 +1,208 @@
+"""Host and wall time of one decode step, every way of running it side by side in one process.
+
+A Llama-like model of 0.6B parameters (random bf16 weights, batch 1, static cache of 1024) takes
+the same decode step eagerly, through `torch.compile`, `reduce-overhead`, hand-captured graphs, and
+through this backend in its modes. Rounds are interleaved, so that drift of the machine hits all.
+
+    python benchmarks/decode_modes.py --out benchmarks/results/decode_modes
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._inductor.utils
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+from compile_backend import stats
+from compile_backend.backend import cudagraph_modes
+
+SHAPES = {
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4},
+}
+CACHE_LEN = 1024
+MODES = ("NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE")
+
+
+def make_model(shape: str) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **SHAPES[shape],
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        attn_implementation="sdpa",
+    )
+    with torch.device("cuda"):
+        return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def decode_step(run: Callable[..., Any], model: LlamaForCausalLM) -> Callable[[], torch.Tensor]:
+    """One decode step at position 100, on a cache of its own."""
+    cache = StaticCache(config=model.config, max_cache_len=CACHE_LEN)
+    cache.early_initialization(1, 8, 128, torch.bfloat16, torch.device("cuda"))
+    token = torch.ones(1, 1, dtype=torch.long, device="cuda")
+    position = torch.full((1, 1), 100, device="cuda")
+
+    def step() -> torch.Tensor:
+        logits: torch.Tensor = run(
+            token, past_key_values=cache, position_ids=position, use_cache=True
+        ).logits
+        return logits
+
+    return step
+
+
+def captured_by_hand(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """A step as one CUDA graph, made with PyTorch alone."""
+    for _ in range(3):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return logits
+
+    return replay
+
+
+def measured(step: Callable[[], torch.Tensor], num_steps: int) -> tuple[float, float]:
+    """Wall ms a step over a run of steps, and host us a step while the device never queues up."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    torch.cuda.synchronize()
+    wall_ms = (time.perf_counter() - start) / num_steps * 1e3
+    host_us = []
+    for _ in range(num_steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        step()
+        host_us.append((time.perf_counter() - start) / 2 * 1e6)
+    torch.cuda.synchronize()
+    return wall_ms, statistics.median(host_us)
+
+
+def first_call(step: Callable[[], torch.Tensor]) -> float:
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def compiled_variants(
+    model: LlamaForCausalLM, cold_s: dict[str, float]
+) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, Any]]:
+    """Every compiled way of running the step; fills in how long each first call took."""
+    steps: dict[str, Callable[[], torch.Tensor]] = {}
+    compiled: dict[str, Any] = {}
+    for mode in MODES:
+        compiled[mode] = torch.compile(
+            model, backend=cudagraph_modes, options={"cudagraph_mode": mode}
+        )
+    compiled["torch.compile"] = torch.compile(model)
+    compiled["reduce-overhead"] = torch.compile(model, mode="reduce-overhead")
+    for name, run in compiled.items():
+        gc.collect()
+        steps[name] = decode_step(run, model)
+        with torch._inductor.utils.fresh_cache():
+            cold_s[name] = first_call(steps[name])
+        for _ in range(3):
+            steps[name]()
+        print(f"{name}: first call {cold_s[name]:.1f} s", file=sys.stderr, flush=True)
+    return steps, compiled
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="0.6B")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--out", type=Path, help="writes OUT.json and OUT.md")
+    arguments = parser.parse_args()
+    torch._dynamo.config.recompile_limit = 32
+    with torch.no_grad():
+        warm = torch.compile(lambda x: torch.relu(x @ x) + 1)  # Inductor's own start-up
+        warm(torch.ones(64, 64, device="cuda"))
+        model = make_model(arguments.shape)
+        eager = decode_step(model, model)
+        reference = eager().float()
+        cold_s: dict[str, float] = {}
+        steps, compiled = compiled_variants(model, cold_s)
+        steps["graph by hand, whole"] = captured_by_hand(
+            decode_step(compiled["torch.compile"], model)
+        )
+        steps["graph by hand, pieces"] = captured_by_hand(decode_step(compiled["NONE"], model))
+        rows: dict[str, list[tuple[float, float]]] = {"eager": [measured(eager, 8)]}
+        for _ in range(arguments.rounds):
+            for name, step in steps.items():
+                rows.setdefault(name, []).append(measured(step, arguments.steps))
+        errors = {
+            name: (step().float() - reference).abs().max().item() for name, step in steps.items()
+        }
+    results = {
+        name: {
+            "wall_ms": summary([wall for wall, _ in measures]),
+            "host_us": summary([host for _, host in measures]),
+            "first_call_s": cold_s.get(name),
+            "max_error_to_eager": errors.get(name),
+        }
+        for name, measures in rows.items()
+    }
+    write(results, {mode: stats(compiled[mode]).as_dict() for mode in MODES}, arguments)
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def write(results: dict[str, Any], reports: dict[str, Any], arguments: argparse.Namespace) -> None:
+    about = {
+        "command": "python benchmarks/decode_modes.py " + " ".join(sys.argv[1:]),
+        "gpu": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "shape": arguments.shape,
+    }
+    lines = [f"{key}: {value}  " for key, value in about.items()]
+    lines += ["", "| variant | wall ms (min..max) | host us (min..max) | first call s |"]
+    lines += ["|---|---|---|---|"]
+    for name, row in results.items():
+        wall, host, cold = row["wall_ms"], row["host_us"], row["first_call_s"]
+        lines.append(
+            f"| {name} | {wall['median']:.3f} ({wall['min']:.3f}..{wall['max']:.3f}) "
+            f"| {host['median']:.1f} ({host['min']:.1f}..{host['max']:.1f}) "
+            f"| {f'{cold:.1f}' if cold else ''} |"
+        )
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.with_suffix(".md").write_text(text)
+        document = {"about": about, "results": results, "reports": reports}
+        arguments.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
