@@ -7,6 +7,7 @@ back to the caller. It decides nothing about modes itself; a dispatcher or the c
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,10 @@ logger = logging.getLogger(__name__)
 _NONE = CUDAGraphMode.NONE
 _PIECEWISE = CUDAGraphMode.PIECEWISE
 _FULL = CUDAGraphMode.FULL
+
+# One number of tokens may come in several shapes, such as 2 x 4 and 4 x 2. A size that is new in
+# every step would otherwise capture for ever and never replay.
+MAX_SHAPES_PER_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,7 @@ class CompiledGraph:
         self._has_graphs = has_graphs
         self._growth = growth
         self._seen: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
+        self._num_shapes: Counter[tuple[CUDAGraphMode, int]] = Counter()
         self.stats = stats
 
     def __call__(self, *args: Any) -> Sequence[Any]:
@@ -150,6 +156,7 @@ class CompiledGraph:
         self._inputs.reset()
         self._outputs.reset()
         self._seen.clear()
+        self._num_shapes.clear()
 
     def _plain_call(self, args: Sequence[Any]) -> Sequence[Any]:
         rules = self._rules
@@ -213,12 +220,12 @@ class CompiledGraph:
             mode, key = _PIECEWISE, graph_key(_PIECEWISE, key)
         if mode is _PIECEWISE and self._programs.piecewise is None:
             return self._without_graph(key, args)
-        if not self._may_run(mode, key) or self._inputs.overlaps(args):
+        own = ForwardContext(context.attn_metadata, mode, key, context.extra)
+        if not self._may_run(own) or self._inputs.overlaps(args):
             return self._without_graph(key, args)
         static_args, has_moved = self._inputs.load(key, args, self._growth(key))
         if has_moved:
             self._drop(key)
-        own = ForwardContext(context.attn_metadata, mode, key, context.extra)
         stats = self.stats.at(mode, key)
         with enter_forward_context(own), self._engine.session():
             outputs = self._run(mode, static_args)
@@ -233,8 +240,10 @@ class CompiledGraph:
         assert self._programs.piecewise is not None
         return self._programs.piecewise(static_args)
 
-    def _may_run(self, mode: CUDAGraphMode, key: BatchDescriptor) -> bool:
-        """Whether the key has graphs, or may get them now."""
+    def _may_run(self, context: ForwardContext) -> bool:
+        """Whether the step's key has graphs, or may get them now."""
+        mode, key = context.cudagraph_runtime_mode, context.batch_descriptor
+        assert key is not None
         if (mode, key) in self._seen:
             return True
         session = current_capture_session()
@@ -247,16 +256,29 @@ class CompiledGraph:
                 key.num_tokens,
             )
             return False
+        if self._num_shapes[mode, key.num_tokens] == MAX_SHAPES_PER_SIZE:
+            self._warn_once(
+                logger,
+                "shapes",
+                "calls of %d tokens came in more than %d shapes; further ones run without CUDA "
+                "graphs (told once); keep the other sizes fixed, such as that of a mask",
+                key.num_tokens,
+                MAX_SHAPES_PER_SIZE,
+            )
+            return False
+        self._num_shapes[mode, key.num_tokens] += 1
         self._seen.add((mode, key))
         if session is not None:
-            session.add((key.num_tokens, mode.value), lambda: self._capture_ahead(mode, key))
+            session.add((key.num_tokens, mode.value), lambda: self._capture_ahead(context))
         return True
 
-    def _capture_ahead(self, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
+    def _capture_ahead(self, context: ForwardContext) -> None:
+        key = context.batch_descriptor
+        assert key is not None
         static_args = self._inputs.static_args(key)
-        with self._engine.session(), enter_forward_context(ForwardContext(None, mode, key)):
+        with self._engine.session(), enter_forward_context(context):
             try:
-                if mode is _FULL:
+                if context.cudagraph_runtime_mode is _FULL:
                     self._full.capture(key, static_args)
                 elif self._programs.capture_pieces is not None:
                     self._programs.capture_pieces(static_args)

@@ -182,7 +182,8 @@ def compile_with_inductor(
     def recording_compile(inner: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         code = compile_fx_inner(inner, *args, **kwargs)
         num_inputs = len([node for node in inner.graph.nodes if node.op == "placeholder"])
-        seen.append((code, TracingContext.get().fw_metadata, num_inputs))
+        context = TracingContext.try_get()
+        seen.append((code, context.fw_metadata if context else None, num_inputs))
         return code
 
     with (
@@ -300,9 +301,9 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Capture the body into `graph`, while other threads may use the device.
 
     Raises:
-        BrokenCaptureError: the driver broke the capture off. `graph` must then be kept for good, and
-            nothing may be captured into `pool` again: `capture_end` failed before it told the
-            allocators, which go on asking the graph whether a stream belongs to it.
+        BrokenCaptureError: the driver broke the capture off. `graph` must then be kept for good,
+            and nothing may be captured into `pool` again: `capture_end` failed before it told
+            the allocators, which go on asking the graph whether a stream belongs to it.
     """
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")

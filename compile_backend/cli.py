@@ -1,0 +1,341 @@
+"""The command line: reads arguments, shows progress and results, turns errors into messages.
+
+Results go to standard output, progress and warnings to standard error. What is done lies in the
+modules that it calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from compile_backend.config import CompilationConfig, unavailable
+from compile_backend.errors import CaptureError, ConfigError
+from compile_backend.explain import explain
+from compile_backend.reports import facts, stats_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from rich.status import Status
+
+    from compile_backend.explain import Explanation
+    from compile_backend.llm.comparison import Comparison
+    from compile_backend.llm.loading import LoadedModel
+
+_DEFAULT_OPTIONS = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
+_DEFAULT_PROMPT = "What is the capital of France?"
+
+_EXIT_DIFFERENT = 1
+_EXIT_USAGE = 2
+_EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: those of the process if None.
+
+    Returns:
+        The exit status: 0; 1 when the compiled answer differs from the eager one or a capture
+        failed under `strict`; 2 for what was asked wrongly.
+    """
+    parsed = _parser().parse_args(arguments)
+    progress = _Progress(Console(stderr=True))
+    command: Callable[[argparse.Namespace, _Progress], int] = parsed.command
+    try:
+        with progress.showing_logs():
+            return command(parsed, progress)
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+    except Exception as error:
+        # Dynamo wraps what a backend raises.
+        cause = getattr(error, "inner_exception", error)
+        if not isinstance(cause, ConfigError | CaptureError):
+            raise
+        sys.stderr.write(f"{parsed.prog}: {cause}\n")
+        return _EXIT_USAGE if isinstance(cause, ConfigError) else _EXIT_DIFFERENT
+
+
+# --- arguments -------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cudagraph-modes", description="CUDA graph modes for language models."
+    )
+    parser.set_defaults(prog=parser.prog)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="command")
+    generate = commands.add_parser(
+        "generate",
+        help="answer a prompt eagerly and through the backend, and compare",
+        description="Answer a prompt greedily, eagerly and through the backend. The exit status "
+        "is 1 if the tokens differ.",
+    )
+    _add_model_arguments(generate)
+    generate.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="stop after so many tokens (default: 64)",
+    )
+    generate.set_defaults(command=_generate)
+    explaining = commands.add_parser(
+        "explain",
+        help="show what would be compiled and captured",
+        description="Show what the backend would do with the model, for the call that reads the "
+        "prompt and for a decode step. Nothing is compiled or captured.",
+    )
+    _add_model_arguments(explaining)
+    explaining.set_defaults(command=_explain)
+    return parser
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default="demo",
+        help='a model directory, a .gguf file, a hub name, or "demo" (default: demo)',
+    )
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument(
+        "--prompt", default=_DEFAULT_PROMPT, help=f'text (default: "{_DEFAULT_PROMPT}")'
+    )
+    prompt.add_argument(
+        "--prompt-ids",
+        type=int,
+        nargs="+",
+        metavar="ID",
+        help="token ids instead, for a model without a tokenizer",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="of the weights (default: the model's own)",
+    )
+    parser.add_argument(
+        "--device", default="auto", help="such as cpu or cuda (default: a GPU if there is one)"
+    )
+    parser.add_argument(
+        "--compilation-config",
+        default="{}",
+        metavar="JSON",
+        help="options of the backend as a JSON object; without cudagraph_mode in it, "
+        "FULL_AND_PIECEWISE is asked for",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of text and tables"
+    )
+
+
+def _options(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The options for `torch.compile`, checked before anything slow starts."""
+    given = parsed.compilation_config
+    try:
+        options = json.loads(given)
+    except ValueError as error:
+        raise ConfigError(
+            "--compilation-config",
+            given,
+            f"is not JSON ({error})",
+            """write it as '{"cudagraph_mode": "FULL"}'""",
+        ) from None
+    if isinstance(options, dict):
+        options = {**_DEFAULT_OPTIONS, **options}
+    for refusal in unavailable(CompilationConfig.from_options(options)):
+        raise refusal
+    return dict(options)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            "--device", name, f"cannot be used ({str(error).splitlines()[0]})", "use cpu"
+        ) from None
+
+
+# --- commands --------------------------------------------------------------------------------
+
+
+def _generate(parsed: argparse.Namespace, progress: _Progress) -> int:
+    options = _options(parsed)
+    loaded = _load(parsed, progress)
+    from compile_backend.llm.comparison import compare_with_eager  # noqa: PLC0415
+
+    comparison = compare_with_eager(
+        loaded,
+        parsed.prompt_ids or parsed.prompt,
+        options=options,
+        max_new_tokens=parsed.max_new_tokens,
+        phase=progress.phase,
+    )
+    if parsed.json:
+        _print_json(_comparison_dict(parsed, loaded, comparison))
+    else:
+        _print_comparison(loaded, comparison)
+    return 0 if comparison.is_equal else _EXIT_DIFFERENT
+
+
+def _explain(parsed: argparse.Namespace, progress: _Progress) -> int:
+    options = _options(parsed)
+    loaded = _load(parsed, progress)
+    from compile_backend.llm.comparison import cache_len_for  # noqa: PLC0415
+    from compile_backend.llm.generate import encode_prompt  # noqa: PLC0415
+
+    prompt = parsed.prompt_ids or parsed.prompt
+    state = loaded.decode_state(cache_len_for(loaded, prompt, max_new_tokens=1))
+    calls = {
+        "prefill": lambda: state.prefill_inputs(encode_prompt(loaded, prompt)),
+        "decode": state.decode_inputs,
+    }
+    explanations: dict[str, Explanation] = {}
+    for name, inputs in calls.items():
+        with progress.phase(f"trace the {name} call"):
+            explanations[name] = explain(loaded.model, options=options, dynamic=False, **inputs())
+    if parsed.json:
+        _print_json({name: told.as_dict() for name, told in explanations.items()})
+        return 0
+    out = Console()
+    for name, told in explanations.items():
+        out.rule(f"{name} call of {escape(loaded.name)}")
+        out.print(told)
+    return 0
+
+
+def _load(parsed: argparse.Namespace, progress: _Progress) -> LoadedModel:
+    device = _device(parsed.device)
+    with progress.phase(f"load {parsed.model}"):
+        try:
+            # All of `llm` needs transformers, which is an optional dependency.
+            from compile_backend.llm.loading import load_model  # noqa: PLC0415
+        except ImportError as error:
+            raise ConfigError(
+                "--model",
+                parsed.model,
+                f"needs a package that is not installed ({error})",
+                "run `pip install 'cudagraph-modes[demo]'`",
+            ) from None
+        return load_model(parsed.model, dtype=parsed.dtype, device=device)
+
+
+# --- output ----------------------------------------------------------------------------------
+
+
+class _Progress:
+    """What the user sees while waiting.
+
+    Args:
+        console: writes to standard error.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[Status]:
+        """Show that something runs, and then for how long it did."""
+        start = time.perf_counter()
+        with self._console.status(f"{escape(name)} ...") as status:
+            yield status
+        self._console.print(f"{escape(name)}: {time.perf_counter() - start:.1f} s")
+
+    @contextlib.contextmanager
+    def showing_logs(self) -> Iterator[None]:
+        """Show what the backend logs, from INFO up."""
+        package = logging.getLogger("compile_backend")
+        handler, level = _LogLines(self._console), package.level
+        package.addHandler(handler)
+        package.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            package.removeHandler(handler)
+            package.setLevel(level)
+
+
+class _LogLines(logging.Handler):
+    """Prints log records above a spinner that may be turning."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        style = "yellow" if record.levelno >= logging.WARNING else "dim"
+        self._console.print(escape(f"  {record.getMessage()}"), style=style, highlight=False)
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _comparison_dict(
+    parsed: argparse.Namespace, loaded: LoadedModel, comparison: Comparison
+) -> dict[str, Any]:
+    runs = {"eager": comparison.eager, "compiled": comparison.compiled}
+    return {
+        "model": loaded.name,
+        "device": str(loaded.model.device),
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "prompt": parsed.prompt_ids or parsed.prompt,
+        "text": comparison.compiled.text,
+        "tokens_equal": comparison.is_equal,
+        "num_equal_tokens": comparison.num_equal_tokens,
+        "speedup": comparison.speedup,
+        "first_calls_s": comparison.first_calls_s,
+        **{
+            name: {**dataclasses.asdict(run), "tokens_per_s": run.tokens_per_s}
+            for name, run in runs.items()
+        },
+        "stats": comparison.stats.as_dict(),
+    }
+
+
+def _print_comparison(loaded: LoadedModel, comparison: Comparison) -> None:
+    out = Console()
+    eager, compiled = comparison.eager, comparison.compiled
+    out.print(f"\n{escape(compiled.text or str(compiled.token_ids))}\n", style="bold")
+    out.print(stats_tables(comparison.stats))
+    rows = {
+        "greedy tokens": _verdict(comparison),
+        "decode, eager": f"{eager.tokens_per_s:.1f} tokens/s",
+        "decode, compiled": f"{compiled.tokens_per_s:.1f} tokens/s "
+        f"({comparison.speedup:.2f} x eager)",
+        "prefill, eager": f"{eager.num_prompt_tokens} tokens in {eager.prefill_s:.3f} s",
+        "prefill, compiled": f"{compiled.num_prompt_tokens} tokens in {compiled.prefill_s:.3f} s",
+        "first calls": f"{comparison.first_calls_s:.1f} s, of which "
+        f"{comparison.stats.compile_s:.1f} s compiling and "
+        f"{comparison.stats.capture_s:.2f} s capturing",
+    }
+    device = loaded.model.device
+    if device.type != "cuda":
+        rows["note"] = (
+            f"there are no CUDA graphs on {device.type}: a replay runs the captured code again, "
+            "which shows that results are right and saves no time"
+        )
+    out.print(facts(f"{loaded.name}, {loaded.model.dtype}, {device}", rows))
+
+
+def _verdict(comparison: Comparison) -> str:
+    num_tokens = len(comparison.eager.token_ids)
+    if comparison.is_equal:
+        return f"all {num_tokens} are equal to the eager run's"
+    return f"DIFFER from the eager run's after {comparison.num_equal_tokens} of {num_tokens}"
