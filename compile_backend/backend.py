@@ -250,7 +250,8 @@ def _build(
         engine,
         stats,
         warn_once,
-        has_graphs=not plan.needs_grad and plan.device.type in ("cpu", "cuda"),
+        needs_grad=plan.needs_grad,
+        has_graphs=plan.device.type in ("cpu", "cuda"),
         growth=growth,
     )
     return _Built(plan, graph, compiler.num_distinct, compiler.compile_s)

@@ -22,7 +22,7 @@ from rich.markup import escape
 from compile_backend.config import CompilationConfig, unavailable
 from compile_backend.errors import CaptureError, ConfigError
 from compile_backend.explain import explain
-from compile_backend.reports import facts, stats_tables
+from compile_backend.reports import facts, stats_facts, stats_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -224,6 +224,8 @@ def _load(parsed: argparse.Namespace, progress: _Progress) -> LoadedModel:
     with progress.phase(f"load {parsed.model}"):
         try:
             # All of `llm` needs transformers, which is an optional dependency.
+            from transformers.utils import logging as transformers_logging  # noqa: PLC0415
+
             from compile_backend.llm.loading import load_model  # noqa: PLC0415
         except ImportError as error:
             raise ConfigError(
@@ -232,6 +234,8 @@ def _load(parsed: argparse.Namespace, progress: _Progress) -> LoadedModel:
                 f"needs a package that is not installed ({error})",
                 "run `pip install 'cudagraph-modes[demo]'`",
             ) from None
+        # Its bar would be drawn over the spinner.
+        transformers_logging.disable_progress_bar()
         return load_model(parsed.model, dtype=parsed.dtype, device=device)
 
 
@@ -311,21 +315,10 @@ def _comparison_dict(
 
 def _print_comparison(loaded: LoadedModel, comparison: Comparison) -> None:
     out = Console()
-    eager, compiled = comparison.eager, comparison.compiled
-    out.print(f"\n{escape(compiled.text or str(compiled.token_ids))}\n", style="bold")
-    out.print(stats_tables(comparison.stats))
-    rows = {
-        "greedy tokens": _verdict(comparison),
-        "decode, eager": f"{eager.tokens_per_s:.1f} tokens/s",
-        "decode, compiled": f"{compiled.tokens_per_s:.1f} tokens/s "
-        f"({comparison.speedup:.2f} x eager)",
-        "prefill, eager": f"{eager.num_prompt_tokens} tokens in {eager.prefill_s:.3f} s",
-        "prefill, compiled": f"{compiled.num_prompt_tokens} tokens in {compiled.prefill_s:.3f} s",
-        "first calls": f"{comparison.first_calls_s:.1f} s, of which "
-        f"{comparison.stats.compile_s:.1f} s compiling and "
-        f"{comparison.stats.capture_s:.2f} s capturing",
-    }
-    device = loaded.model.device
+    compiled, device = comparison.compiled, loaded.model.device
+    out.print(f"\n{escape(compiled.text or str(list(compiled.token_ids)))}\n", style="bold")
+    out.print(stats_keys(comparison.stats))
+    rows = {**stats_facts(comparison.stats), **_comparison_facts(comparison)}
     if device.type != "cuda":
         rows["note"] = (
             f"there are no CUDA graphs on {device.type}: a replay runs the captured code again, "
@@ -334,8 +327,16 @@ def _print_comparison(loaded: LoadedModel, comparison: Comparison) -> None:
     out.print(facts(f"{loaded.name}, {loaded.model.dtype}, {device}", rows))
 
 
-def _verdict(comparison: Comparison) -> str:
-    num_tokens = len(comparison.eager.token_ids)
-    if comparison.is_equal:
-        return f"all {num_tokens} are equal to the eager run's"
-    return f"DIFFER from the eager run's after {comparison.num_equal_tokens} of {num_tokens}"
+def _comparison_facts(comparison: Comparison) -> dict[str, object]:
+    eager, compiled = comparison.eager, comparison.compiled
+    num_tokens = len(eager.token_ids)
+    return {
+        "first calls": f"{comparison.first_calls_s:.1f} s with tracing, compiling, capturing",
+        "prefill": f"{compiled.num_prompt_tokens} tokens in {compiled.prefill_s:.3f} s, "
+        f"eager {eager.prefill_s:.3f} s",
+        "decode": f"{compiled.tokens_per_s:.1f} tokens/s, eager {eager.tokens_per_s:.1f} "
+        f"({comparison.speedup:.2f} x)",
+        "greedy tokens": f"all {num_tokens} equal the eager run's"
+        if comparison.is_equal
+        else f"DIFFER from the eager run's after {comparison.num_equal_tokens} of {num_tokens}",
+    }

@@ -11,6 +11,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from compile_backend.batch import BatchDescriptor, graph_key
 from compile_backend.config import CUDAGraphMode
 from compile_backend.context import (
@@ -97,7 +99,8 @@ class CompiledGraph:
         engine: captures and replays.
         stats: counts.
         warn_once: shared by all graphs of one `torch.compile` call.
-        has_graphs: whether any graph may be captured; else every call runs at NONE.
+        needs_grad: whether somebody may ask for gradients; then nothing is captured.
+        has_graphs: whether the device has graphs; else every call runs at NONE.
         growth: how many times larger tensors may be at other keys, by key.
     """
 
@@ -112,6 +115,7 @@ class CompiledGraph:
         stats: GraphStats,
         warn_once: WarnOnce,
         *,
+        needs_grad: bool,
         has_graphs: bool,
         growth: Callable[[BatchDescriptor], int],
     ) -> None:
@@ -122,6 +126,7 @@ class CompiledGraph:
         self._outputs = outputs
         self._engine = engine
         self._warn_once = warn_once
+        self._needs_grad = needs_grad
         self._has_graphs = has_graphs
         self._growth = growth
         self._seen: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
@@ -130,6 +135,14 @@ class CompiledGraph:
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the graph on the inputs that Dynamo passes."""
+        if self._needs_grad:
+            return self._without_graph(self._rules.reader.read(args), args)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._without_gradients(args)
+        return self._without_gradients(args)
+
+    def _without_gradients(self, args: Sequence[Any]) -> Sequence[Any]:
         if not self._has_graphs or self._engine.is_capturing():
             return self._programs.plain(args)
         context = current_forward_context()

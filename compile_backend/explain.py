@@ -406,7 +406,7 @@ def _tables(graph: GraphExplanation, number: int) -> list[RenderableType]:
         "device": graph.device,
         "pieces": f"{graph.num_pieces}, {graph.num_compiles} of them distinct",
         "eager sections": graph.num_eager_sections,
-        "inputs": [f"{count} {_counted(kind, count)}" for kind, count in graph.inputs.items()],
+        "inputs": [f"{kind}: {count}" for kind, count in graph.inputs.items()],
         "caller's tensors": graph.caller_inputs,
         "sizes": sizes,
         "this call": f"{key_text(graph.call)}: runs at {graph.call_mode.name}",
@@ -437,10 +437,6 @@ def _tables(graph: GraphExplanation, number: int) -> list[RenderableType]:
     )
     tables: list[RenderableType] = [facts(f"Graph {number}", summary), pieces]
     return [*tables, cuts] if graph.cuts else tables
-
-
-def _counted(kind: str, count: int) -> str:
-    return kind if count == 1 else f"of class {kind}"
 
 
 def _sizes_text(keys: KeySizes) -> str:

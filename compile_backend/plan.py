@@ -96,7 +96,8 @@ def plan_graph(
     """
     names = config.splitting_ops if config.splitting_ops is not None else default_splitting_ops()
     prepare_for_split(graph_module)
-    split = split_graph(graph_module, SplittingOps(names))
+    needs_grad = _needs_grad(graph_module.graph, example_inputs)
+    split = split_graph(graph_module, SplittingOps(names), keep_grad_mode=needs_grad)
     device = _device_of(example_inputs, split)
     support = {
         name: support_level(name, config.attention_support)
@@ -138,7 +139,7 @@ def plan_graph(
         resolution=resolution,
         uncapturable=uncapturable,
         notes=tuple(notes),
-        needs_grad=_needs_grad(example_inputs),
+        needs_grad=needs_grad,
         dispatcher=dispatcher,
     )
 
@@ -150,9 +151,18 @@ def _device_of(example_inputs: Sequence[Any], split: SplitGraph) -> torch.device
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
-def _needs_grad(example_inputs: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
+def _needs_grad(graph: torch.fx.Graph, example_inputs: Sequence[Any]) -> bool:
+    """Whether somebody could ask for gradients through an output or through a written input."""
+    if not torch.is_grad_enabled():
+        return False
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    before = zip(placeholders, example_inputs, strict=True)
+    newly = [node for node, value in before if not getattr(value, "requires_grad", False)]
+    return any(
+        getattr(node.meta.get("example_value"), "requires_grad", False)
+        for node in (*output.all_input_nodes, *newly)
+        if node not in placeholders or node in newly
     )
 
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from compile_backend.batch import BatchDescriptor
-    from compile_backend.config import CUDAGraphMode
-    from compile_backend.stats import KeyStats, Report
+    from compile_backend.stats import Report
 
 _TEXT_WIDTH = 100
 
@@ -101,28 +100,43 @@ def _number_of(thing: str, count: int) -> str:
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
-def stats_tables(report: Report) -> Group:
-    """What `stats` counted: totals, then a row for each mode and key."""
-    totals = facts(
-        "Compiled",
-        {
-            "graphs": report.graphs,
-            "mode asked": ", ".join(report.mode_asked),
-            "mode resolved": ", ".join(report.mode_resolved),
-            "downgrades": report.downgrades,
-            "pieces": report.pieces,
-            "eager sections": report.eager_sections,
-            "distinct compiles": f"{report.compiles} in {report.compile_s:.1f} s",
-            "captures": f"{report.total('captures')} in {report.capture_s:.2f} s",
-        },
+def stats_facts(report: Report) -> dict[str, object]:
+    """What `stats` counted over all keys, as rows for `facts`."""
+    steps = [_by_mode(report, "steps", mode) for mode in ("FULL", "PIECEWISE", "NONE")]
+    replays = [_by_mode(report, "replays", mode) for mode in ("FULL", "PIECEWISE")]
+    rows: dict[str, object] = {
+        "mode asked": ", ".join(report.mode_asked),
+        "mode resolved": ", ".join(report.mode_resolved),
+        "reasons": report.downgrades,
+        "compiled graphs": report.graphs,
+        "pieces": report.pieces,
+        "eager sections": report.eager_sections,
+        "distinct compiles": f"{report.compiles} in {report.compile_s:.1f} s",
+        "captures": f"{report.total('captures')} in {report.capture_s:.2f} s",
+        "graph replays": ", ".join(replays),
+        "steps": ", ".join(steps),
+    }
+    if not report.downgrades:
+        del rows["reasons"]
+    return rows
+
+
+def _by_mode(report: Report, counted: str, mode_name: str) -> str:
+    counts = (
+        getattr(row, counted) for (at, _), row in report.by_key.items() if at.name == mode_name
     )
-    return stack([totals, _key_table(report.by_key)])
+    return f"{sum(counts)} {mode_name}"
 
 
-def _key_table(by_key: Mapping[tuple[CUDAGraphMode, BatchDescriptor], KeyStats]) -> Table:
-    headings = ("mode", "key", *(name.replace("_", " ") for name in _COUNTS))
-    rows = [
-        (mode.name, key_text(key), *(getattr(counts, name) for name in _COUNTS))
-        for (mode, key), counts in by_key.items()
+def stats_keys(report: Report) -> Table:
+    """What `stats` counted, a row for each mode and key; counts that are all 0 are left out."""
+    counted = [
+        name
+        for name in _COUNTS
+        if name == "steps" or any(getattr(counts, name) for counts in report.by_key.values())
     ]
-    return columns("Runs", headings, rows)
+    rows = [
+        (mode.name, key_text(key), *(getattr(counts, name) for name in counted))
+        for (mode, key), counts in report.by_key.items()
+    ]
+    return columns("By key", ("mode", "key", *(n.replace("_", " ") for n in counted)), rows)

@@ -78,19 +78,23 @@ class SplitGraph:
         return tuple(section for section in self.sections if not section.is_piece)
 
 
-def split_graph(graph_module: torch.fx.GraphModule, splitting_ops: SplittingOps) -> SplitGraph:
+def split_graph(
+    graph_module: torch.fx.GraphModule, splitting_ops: SplittingOps, *, keep_grad_mode: bool = True
+) -> SplitGraph:
     """Cut `graph_module` at `splitting_ops`.
 
     Args:
         graph_module: a Dynamo graph whose sizes and tuples were taken apart; not changed.
         splitting_ops: where to cut.
+        keep_grad_mode: whether sections switch gradients as the graph does; inference runs
+            without gradients throughout.
     """
     graph = graph_module.graph
     placement = _place_nodes(graph, splitting_ops.cuts)
     groups = _ordered_groups(graph, placement)
     returned = _returned(graph)
     readers = _readers(groups, returned)
-    regions = region_of_nodes(graph)
+    regions = region_of_nodes(graph, keep_grad_mode=keep_grad_mode)
     sections = []
     for index, (is_piece, nodes) in enumerate(groups):
         writer = _SectionWriter(graph_module, regions)

@@ -41,7 +41,7 @@ _BORDERS = {
 }
 
 
-def region_of_nodes(graph: torch.fx.Graph) -> dict[torch.fx.Node, Region]:
+def region_of_nodes(graph: torch.fx.Graph, *, keep_grad_mode: bool) -> dict[torch.fx.Node, Region]:
     """The region of every node of a graph that runs under one."""
     regions: dict[torch.fx.Node, Region] = {}
     current = Region()
@@ -53,6 +53,8 @@ def region_of_nodes(graph: torch.fx.Graph) -> dict[torch.fx.Node, Region]:
             left = node.args[0]
             kept = tuple(autocast for autocast in current.autocasts if autocast is not left)
             current = Region(kept, current.grad_enabled)
+        elif border == "grad" and not keep_grad_mode:
+            continue
         elif border == "grad":
             current = Region(current.autocasts, bool(node.args[0]))
         elif current != Region():

@@ -250,9 +250,6 @@ def _direct(code: Any) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _spread(wrapped: Any) -> Callable[[list[Any]], Sequence[Any]]:
-    if getattr(wrapped, "_boxed_call", False):
-        boxed: Callable[[list[Any]], Sequence[Any]] = wrapped
-        return boxed
     return lambda inputs: wrapped(*inputs)
 
 

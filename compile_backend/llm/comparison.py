@@ -105,7 +105,8 @@ def compare_with_eager(
     )
     started = time.perf_counter()
     with phase("compile and capture"), _capturing(config):
-        answer(compiled_model, min(max_new_tokens, _num_first_tokens(config)))
+        for _ in range(_num_first_answers(config)):
+            answer(compiled_model, min(max_new_tokens, 2))
     first_calls_s = time.perf_counter() - started
     with phase("compiled run"):
         compiled = answer(compiled_model, max_new_tokens)
@@ -122,9 +123,9 @@ def cache_len_for(loaded: LoadedModel, prompt: str | Sequence[int], max_new_toke
     return min(rounded, limit) if limit is not None else rounded
 
 
-def _num_first_tokens(config: CompilationConfig) -> int:
-    """Tokens after which all is captured: of the prefill, the warm-ups, the capture."""
-    return 2 + config.cudagraph_num_of_warmups
+def _num_first_answers(config: CompilationConfig) -> int:
+    """How often to call with every shape until all is captured."""
+    return 1 if config.cudagraph_capture == "ahead" else config.cudagraph_num_of_warmups + 1
 
 
 def _capturing(config: CompilationConfig) -> AbstractContextManager[None]:

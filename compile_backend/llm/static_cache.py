@@ -27,6 +27,7 @@ class StaticDecodeState:
 
     def __init__(self, model: PreTrainedModel, cache_len: int) -> None:
         self.cache_len = cache_len
+        self._accepted = frozenset(inspect.signature(model.forward).parameters)
         # Also for a caller in inference mode: what is allocated there can be written only there.
         with torch.inference_mode(mode=False), torch.no_grad():
             self.cache = _full_length_cache(model.config, cache_len)
@@ -36,19 +37,17 @@ class StaticDecodeState:
             self._allocate(model)
 
     def _inputs_that_never_change(self, model: PreTrainedModel) -> dict[str, Any]:
-        accepted = inspect.signature(model.forward).parameters
         # Older releases of transformers call it `past_key_values`; newer ones warn at that name.
         inputs: dict[str, Any] = {
-            "cache" if "cache" in accepted else "past_key_values": self.cache,
+            "cache" if "cache" in self._accepted else "past_key_values": self.cache,
             "use_cache": True,
         }
-        if "logits_to_keep" in accepted:
+        if "logits_to_keep" in self._accepted:
             inputs["logits_to_keep"] = 1
         if model.config.model_type in _MODEL_TYPES_THAT_NEED_A_MASK:
             inputs["attention_mask"] = torch.ones(
                 (1, self.cache_len), dtype=torch.int64, device=model.device
             )
-        self._takes_positions = "position_ids" in accepted
         return inputs
 
     def _allocate(self, model: PreTrainedModel) -> None:
@@ -86,7 +85,7 @@ class StaticDecodeState:
 
     def _inputs(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
         inputs = {"input_ids": input_ids, **self._fixed_inputs}
-        if self._takes_positions:
+        if "position_ids" in self._accepted:
             inputs["position_ids"] = position_ids
         return inputs
 
