@@ -11,6 +11,7 @@ from compile_backend.config import CompilationConfig, CUDAGraphMode, PassConfig
 from compile_backend.context import ForwardContext, get_forward_context, set_forward_context
 from compile_backend.dispatch import CudagraphDispatcher
 from compile_backend.errors import CaptureError, ConfigError
+from compile_backend.explain import explain
 from compile_backend.resolve import Resolution, resolve_cudagraph_mode
 from compile_backend.support import AttentionCGSupport
 from compile_backend.wrapper import CUDAGraphWrapper
@@ -28,6 +29,7 @@ __all__ = [
     "PassConfig",
     "Resolution",
     "capture",
+    "explain",
     "get_forward_context",
     "reset",
     "resolve_cudagraph_mode",

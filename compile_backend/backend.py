@@ -30,11 +30,13 @@ from compile_backend.piece_compiler import PieceCompiler
 from compile_backend.piecewise import PieceRunner, UncapturedRunner
 from compile_backend.plain_calls import BatchReader
 from compile_backend.plan import GraphPlan, plan_graph
+from compile_backend.split import unwritten_outputs
 from compile_backend.stats import GraphStats, Report, added_rows
 from compile_backend.stitch import buffer_slots, stitch
 from compile_backend.torch_internals import (
     calling_compile,
     compile_behind,
+    reaching_the_user,
     shape_env_of,
     storage_id,
 )
@@ -74,6 +76,17 @@ class CudagraphModesBackend:
 
     __name__ = "cudagraph_modes"
 
+    # Dynamo shares what it compiled between `torch.compile` calls whose backends and options are
+    # equal. Graphs hold the addresses of one model's weights, so no two calls are.
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    def __deepcopy__(self, memo: object) -> CudagraphModesBackend:
+        """A deep copy of a compiled model goes on using this backend."""
+        return self
+
     def __init__(self) -> None:
         self._engines: dict[torch.device, GraphEngine] = {}
         self._compiled: dict[int, tuple[weakref.ref[object], _Compiled]] = {}
@@ -91,6 +104,18 @@ class CudagraphModesBackend:
         Raises:
             ConfigError: an option is wrong, or what it asks for is not available.
         """
+        try:
+            return self._compile(graph_module, example_inputs, mode, options)
+        except ConfigError as error:
+            raise reaching_the_user(error) from None
+
+    def _compile(
+        self,
+        graph_module: torch.fx.GraphModule,
+        example_inputs: Sequence[Any],
+        mode: str | None,
+        options: Mapping[str, Any] | None,
+    ) -> CompiledGraph:
         if mode is not None:
             raise ConfigError(
                 "mode",
@@ -227,7 +252,10 @@ def _tell(plan: GraphPlan, warn_once: WarnOnce) -> None:
 def _build(
     plan: GraphPlan, config: CompilationConfig, engine: GraphEngine, warn_once: WarnOnce
 ) -> _Built:
-    compiler = PieceCompiler(config.piece_compiler, config.inductor_compile_config)
+    inductor_config = dict(config.inductor_compile_config)
+    if config.disable_cache:
+        inductor_config["force_disable_caches"] = True
+    compiler = PieceCompiler(config.piece_compiler, inductor_config)
     pieces = {piece.name: compiler.compile(piece) for piece in plan.split.pieces}
     stats = GraphStats()
     growth = _growth(plan)
@@ -266,9 +294,23 @@ class _Wrappers:
     stats: GraphStats
 
     def make(
-        self, runnable: Callable[..., Any], mode: CUDAGraphMode, name: str, *, is_last: bool
+        self,
+        runnable: Callable[..., Any],
+        mode: CUDAGraphMode,
+        name: str,
+        *,
+        is_last: bool,
+        unwritten: frozenset[int] = frozenset(),
     ) -> CUDAGraphWrapper:
-        """A wrapper; `is_last` if the caller of the graph reads its outputs."""
+        """A wrapper.
+
+        Args:
+            runnable: what it wraps.
+            mode: at which it acts.
+            name: for messages.
+            is_last: whether the caller of the graph reads its outputs.
+            unwritten: positions of outputs that it only allocates.
+        """
         config = self.config
         return CUDAGraphWrapper(
             runnable,
@@ -281,6 +323,7 @@ class _Wrappers:
             strict=config.strict,
             check_addresses=config.debug == "addresses",
             verify=config.debug == "verify",
+            unwritten_outputs=unwritten,
         )
 
 
@@ -304,13 +347,25 @@ def _programs(
     runners: dict[str, PieceRunner | UncapturedRunner] = {}
     for section in reversed(split.sections):
         call = _called_with_arguments(plain_calls[section.name], section)
-        pins = Pins([buffers[slots[name]] for name in section.outputs], _may_view(plan, section))
+        pins = Pins(
+            [
+                None if name in plan.data_dependent else buffers[slots[name]]
+                for name in section.outputs
+            ],
+            _may_view(plan, section),
+        )
         uncaptured = UncapturedRunner(call, pins, growth, tuple(later))
         if not section.is_piece or section.name in plan.uncapturable:
             runners[section.name] = uncaptured
             continue
         is_last = any(name in split.outputs for name in section.outputs)
-        wrapper = wrappers.make(call, CUDAGraphMode.PIECEWISE, section.name, is_last=is_last)
+        wrapper = wrappers.make(
+            call,
+            CUDAGraphMode.PIECEWISE,
+            section.name,
+            is_last=is_last,
+            unwritten=unwritten_outputs(section),
+        )
         later.append(wrapper)
         runners[section.name] = PieceRunner(wrapper, uncaptured)
     return Programs(

@@ -41,11 +41,7 @@ class SharedBuffer:
             tensor: gives size, stride and dtype.
             growth: how many times larger a tensor may be asked for later.
         """
-        extent = 1 + sum(
-            (size - 1) * stride
-            for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
-        )
-        needed = extent * tensor.element_size() if tensor.numel() else 0
+        needed = memory_of(tensor).numel() * tensor.element_size()
         if self._memory is None or self.num_bytes < needed:
             # Inference tensors could not be written outside of inference mode.
             with torch.inference_mode(False):
@@ -55,40 +51,89 @@ class SharedBuffer:
             return start.as_strided(tensor.size(), tensor.stride())
 
 
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All memory between a tensor's first and last element, as one dimension.
+
+    Copying it copies the tensor whatever its layout, also where elements share memory.
+    """
+    extent = 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
+    )
+    return tensor.as_strided((extent if tensor.numel() else 0,), (1,))
+
+
 @dataclass(slots=True)
 class _Copied:
-    """A result that is copied to its static address in every step."""
+    """Results that are copied to static addresses in every step.
 
+    Attributes:
+        members: positions of results in one memory; most often just one.
+        target: the static memory, with the layout of the first member, or of all their memory.
+        start: where the memory of the members starts, in elements; None to copy just the result.
+        layouts: size, stride and offset of each member, to notice a change.
+    """
+
+    members: tuple[int, ...]
     target: torch.Tensor
+    start: int | None
+    layouts: tuple[Any, ...]
+
+    def bring(self, results: Sequence[Any]) -> None:
+        first = results[self.members[0]]
+        if self.start is None:
+            self.target.copy_(first)
+        elif len(self.members) == 1:
+            self.target.copy_(memory_of(first))
+        else:
+            self.target.copy_(first.as_strided(self.target.size(), (1,), self.start))
+
+    def pinned(self, results: Sequence[Any]) -> list[torch.Tensor]:
+        if self.start is None:
+            return [self.target]
+        return [
+            self.target.as_strided(
+                results[i].size(), results[i].stride(), results[i].storage_offset() - self.start
+            )
+            for i in self.members
+        ]
 
 
 @dataclass(slots=True)
 class _View:
     """A result in the memory of an argument: as static as that one, and handed on as it is."""
 
+    position: int
     argument: int
     offset: int
     address: int
-    moves: int = 0
 
     def of(self, args: Sequence[Any], like: torch.Tensor) -> torch.Tensor:
         owner: torch.Tensor = args[self.argument]
         return owner.as_strided(like.size(), like.stride(), owner.storage_offset() + self.offset)
 
 
+@dataclass(slots=True)
+class _Key:
+    """One key's results: what is copied, what is handed on, and all of them as pinned."""
+
+    copied: list[_Copied]
+    views: list[_View]
+    pinned: list[Any]
+    last: list[Any]
+
+
 class Pins:
     """Brings the results of one section to addresses that stay, for each key.
 
     Args:
-        buffers: one for each result of the section.
+        buffers: one for each result of the section; None for a result that no graph reads.
         may_view: for each result, whether it may lie in the memory of an argument.
     """
 
-    def __init__(self, buffers: Sequence[SharedBuffer], may_view: Sequence[bool]) -> None:
+    def __init__(self, buffers: Sequence[SharedBuffer | None], may_view: Sequence[bool]) -> None:
         self._buffers = buffers
         self._may_view = may_view
-        self._pins: dict[Hashable, list[Any]] = {}
-        self._last: dict[Hashable, list[Any]] = {}
+        self._keys: dict[Hashable, _Key] = {}
 
     def pin(
         self, key: Hashable, results: Sequence[Any], args: Sequence[Any], growth: int = 1
@@ -101,65 +146,82 @@ class Pins:
             args: what it was called with, all at static addresses.
             growth: how many times larger results may be at other keys.
         """
-        pins = self._pins.get(key)
-        if pins is None:
-            pins = self._pins[key] = self._make(results, args, growth)
-        pinned = list(results)
+        held = self._keys.get(key)
         has_moved = False
-        for index, pin in enumerate(pins):
-            if type(pin) is _Copied:
-                pin.target.copy_(results[index])
-                pinned[index] = pin.target
-            elif type(pin) is _View and results[index].data_ptr() != pin.address:
-                pinned[index] = self._moved_view(pins, index, results[index], growth)
+        if held is None or any(
+            _layouts(copied.members, results) != copied.layouts for copied in held.copied
+        ):
+            has_moved = held is not None
+            held = self._keys[key] = self._make(results, args, growth)
+        pinned = list(results)
+        for copied in held.copied:
+            copied.bring(results)
+            for position in copied.members:
+                pinned[position] = held.pinned[position]
+        for view in held.views:
+            address = results[view.position].data_ptr()
+            if address != view.address:
+                view.address = address
                 has_moved = True
-        self._last[key] = pinned
+        held.last = pinned
         return pinned, has_moved
 
     def without_running(self, key: Hashable, args: Sequence[Any]) -> Sequence[Any]:
         """The static results of an earlier step, views taken anew from `args`."""
-        return [
-            pin.of(args, last) if isinstance(pin, _View) else last
-            for pin, last in zip(self._pins[key], self._last[key], strict=True)
-        ]
+        held = self._keys[key]
+        results = list(held.last)
+        for view in held.views:
+            results[view.position] = view.of(args, results[view.position])
+        return results
 
     def reset(self) -> None:
         """Forget every key."""
-        self._pins.clear()
-        self._last.clear()
+        self._keys.clear()
 
-    def _make(self, results: Sequence[Any], args: Sequence[Any], growth: int) -> list[Any]:
+    def _make(self, results: Sequence[Any], args: Sequence[Any], growth: int) -> _Key:
         owners = {
             arg.untyped_storage().data_ptr(): index
             for index, arg in enumerate(args)
             if isinstance(arg, torch.Tensor) and arg.numel()
         }
-        pins: list[Any] = []
-        for index, result in enumerate(results):
-            if not isinstance(result, torch.Tensor):
-                pins.append(None)
+        views: list[_View] = []
+        together: dict[Any, list[int]] = {}
+        for position, result in enumerate(results):
+            if not isinstance(result, torch.Tensor) or self._buffers[position] is None:
                 continue
-            owner = owners.get(result.untyped_storage().data_ptr())
-            if owner is not None and self._may_view[index] and result.dtype == args[owner].dtype:
+            memory = result.untyped_storage().data_ptr()
+            owner = owners.get(memory) if self._may_view[position] else None
+            if owner is not None and result.dtype == args[owner].dtype:
                 offset = result.storage_offset() - args[owner].storage_offset()
-                pins.append(_View(owner, offset, result.data_ptr()))
+                views.append(_View(position, owner, offset, result.data_ptr()))
+            elif result.numel():
+                together.setdefault((memory, result.dtype), []).append(position)
             else:
-                pins.append(_Copied(self._buffers[index].like(result, growth)))
-        return pins
+                together[position] = [position]
+        copied = [self._copied(members, results, growth) for members in together.values()]
+        pinned = list(results)
+        for item in copied:
+            for position, target in zip(item.members, item.pinned(results), strict=True):
+                pinned[position] = target
+        return _Key(copied, views, pinned, pinned)
 
-    def _moved_view(
-        self, pins: list[Any], index: int, result: torch.Tensor, growth: int
-    ) -> torch.Tensor:
-        """A view that keeps moving is copied from then on."""
-        view: _View = pins[index]
-        view.address = result.data_ptr()
-        view.moves += 1
-        if view.moves <= _TOLERATED_MOVES:
-            return result
-        pins[index] = _Copied(self._buffers[index].like(result, growth))
-        copied: torch.Tensor = pins[index].target.copy_(result)
-        return copied
+    def _copied(self, members: list[int], results: Sequence[Any], growth: int) -> _Copied:
+        first = results[members[0]]
+        buffer = self._buffers[members[0]]
+        assert buffer is not None
+        layouts = _layouts(members, results)
+        if len(members) == 1 and 0 not in first.stride():
+            return _Copied((members[0],), buffer.like(first, growth), None, layouts)
+        start = min(results[i].storage_offset() for i in members)
+        end = max(results[i].storage_offset() + memory_of(results[i]).numel() for i in members)
+        whole = first.as_strided((end - start,), (1,), start)
+        return _Copied(tuple(members), buffer.like(whole, growth), start, layouts)
 
 
-# From the warm-up's address to the captured one, and once more when weights were rebound.
-_TOLERATED_MOVES = 2
+def _layouts(members: Sequence[int], results: Sequence[Any]) -> tuple[Any, ...]:
+    """What must be the same in every step; offsets only count among members."""
+    if len(members) == 1:
+        return (results[members[0]].size(), results[members[0]].stride())
+    return tuple(
+        [(results[i].size(), results[i].stride(), results[i].storage_offset()) for i in members]
+    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from compile_backend.context import enter_capture_session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -19,15 +19,15 @@ class _Session:
     """The keys met, and how to capture each."""
 
     def __init__(self) -> None:
-        self._captures: list[tuple[tuple[int, int], Callable[[], None]]] = []
+        self._captures: dict[Hashable, tuple[tuple[int, int], Callable[[], None]]] = {}
 
-    def add(self, order: tuple[int, int], capture: Callable[[], None]) -> None:
+    def add(self, key: Hashable, order: tuple[int, int], capture: Callable[[], None]) -> None:
         """Remember one key; the highest order is captured first."""
-        self._captures.append((order, capture))
+        self._captures.setdefault(key, (order, capture))
 
     def run(self) -> int:
         """Capture every key; return how many there were."""
-        ordered = sorted(self._captures, key=lambda item: item[0], reverse=True)
+        ordered = sorted(self._captures.values(), key=lambda item: item[0], reverse=True)
         for _, capture in ordered:
             capture()
         return len(ordered)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from rich.status import Status
 
-    from compile_backend.explain import Explanation
+    from compile_backend.explanation import Explanation
     from compile_backend.llm.comparison import Comparison
     from compile_backend.llm.loading import LoadedModel
 

@@ -17,10 +17,11 @@ from compile_backend.batch import BatchDescriptor, graph_key
 from compile_backend.config import CUDAGraphMode
 from compile_backend.context import (
     ForwardContext,
+    SetBy,
+    context_set_by,
     current_capture_session,
     current_forward_context,
     enter_forward_context,
-    is_inside_graph,
 )
 from compile_backend.errors import CaptureError
 
@@ -148,7 +149,9 @@ class CompiledGraph:
         context = current_forward_context()
         if context is None:
             return self._plain_call(args)
-        if is_inside_graph():
+        if context_set_by() is SetBy.PLAIN_CALL:
+            return self._plain_call(args)
+        if context_set_by() is SetBy.GRAPH:
             self._warn_once(
                 logger,
                 "nested",
@@ -193,7 +196,7 @@ class CompiledGraph:
         if mode is _NONE:
             return None
         rows = rules.padding.rows(args, batch.num_tokens, key.num_tokens)
-        if rows is None:
+        if rows is None or self._inputs.overlaps(None, args):
             reason = rules.padding.impossible or f"{batch.num_tokens} tokens make no whole rows"
             self._warn_once(
                 logger, "padding", "calls cannot be padded to a capture size: %s", reason
@@ -203,8 +206,7 @@ class CompiledGraph:
         key = rules.reader.with_sizes(key, grown)
         outputs = self._with_graph(mode, key, grown, ForwardContext())
         self.stats.at(mode, graph_key(mode, key)).padding += key.num_tokens - batch.num_tokens
-        if self._inputs.writes_back:
-            rules.padding.show_writes(args, grown)
+        rules.padding.show_writes(args, grown, self._inputs.written_back)
         return rules.padding.cut(outputs, args)
 
     def _tell_without_graph(self, batch: BatchDescriptor) -> None:
@@ -219,7 +221,10 @@ class CompiledGraph:
 
     def _without_graph(self, batch: BatchDescriptor, args: Sequence[Any]) -> Sequence[Any]:
         self.stats.at(_NONE, batch).steps += 1
-        return self._programs.plain(args)
+        if context_set_by() is SetBy.USER:
+            return self._programs.plain(args)
+        with enter_forward_context(ForwardContext(None, _NONE, batch), SetBy.PLAIN_CALL):
+            return self._programs.plain(args)
 
     def _with_graph(
         self,
@@ -234,12 +239,15 @@ class CompiledGraph:
         if mode is _PIECEWISE and self._programs.piecewise is None:
             return self._without_graph(key, args)
         own = ForwardContext(context.attn_metadata, mode, key, context.extra)
-        if not self._may_run(own) or self._inputs.overlaps(args):
+        if not self._may_run(mode, key):
             return self._without_graph(key, args)
         static_args, has_moved = self._inputs.load(key, args, self._growth(key))
         if has_moved:
             self._drop(key)
+        if self._inputs.overlaps(key, args):
+            return self._without_graph(key, args)
         stats = self.stats.at(mode, key)
+        self._remember(own, static_args)
         with enter_forward_context(own), self._engine.session():
             outputs = self._run(mode, static_args)
         self._inputs.write_back(static_args, args)
@@ -253,14 +261,11 @@ class CompiledGraph:
         assert self._programs.piecewise is not None
         return self._programs.piecewise(static_args)
 
-    def _may_run(self, context: ForwardContext) -> bool:
-        """Whether the step's key has graphs, or may get them now."""
-        mode, key = context.cudagraph_runtime_mode, context.batch_descriptor
-        assert key is not None
+    def _may_run(self, mode: CUDAGraphMode, key: BatchDescriptor) -> bool:
+        """Whether a key has graphs, or may get them now."""
         if (mode, key) in self._seen:
             return True
-        session = current_capture_session()
-        if session is None and not self._rules.is_lazy:
+        if not self._rules.is_lazy and current_capture_session() is None:
             self._warn_once(
                 logger,
                 "not captured",
@@ -279,20 +284,31 @@ class CompiledGraph:
                 MAX_SHAPES_PER_SIZE,
             )
             return False
-        self._num_shapes[mode, key.num_tokens] += 1
-        self._seen.add((mode, key))
-        if session is not None:
-            session.add((key.num_tokens, mode.value), lambda: self._capture_ahead(context))
         return True
 
-    def _capture_ahead(self, context: ForwardContext) -> None:
+    def _remember(self, context: ForwardContext, static_args: list[Any]) -> None:
+        """Note a key that is met, for the capture session if there is one."""
+        mode, key = context.cudagraph_runtime_mode, context.batch_descriptor
+        assert key is not None
+        if (mode, key) not in self._seen:
+            self._seen.add((mode, key))
+            self._num_shapes[mode, key.num_tokens] += 1
+        session = current_capture_session()
+        if session is not None:
+            session.add(
+                (id(self), mode, key),
+                (key.num_tokens, mode.value),
+                lambda: self._capture_ahead(context, static_args),
+            )
+
+    def _capture_ahead(self, context: ForwardContext, static_args: list[Any]) -> None:
         key = context.batch_descriptor
         assert key is not None
-        static_args = self._inputs.static_args(key)
         with self._engine.session(), enter_forward_context(context):
             try:
                 if context.cudagraph_runtime_mode is _FULL:
-                    self._full.capture(key, static_args)
+                    if not self._full.holds(key):
+                        self._full.capture(key, static_args)
                 elif self._programs.capture_pieces is not None:
                     self._programs.capture_pieces(static_args)
             except CaptureError as error:

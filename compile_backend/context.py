@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from compile_backend.config import CUDAGraphMode
 from compile_backend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Hashable, Iterator, Mapping
 
     from compile_backend.batch import BatchDescriptor
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class CaptureSession(Protocol):
     """Collects the keys met while it is active, to capture them when it ends."""
 
-    def add(self, order: tuple[int, int], capture: Callable[[], None]) -> None:
+    def add(self, key: Hashable, order: tuple[int, int], capture: Callable[[], None]) -> None:
         """Remember one key: its place in the capture order and how to capture it."""
 
 
@@ -44,6 +45,15 @@ class ForwardContext:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
+class SetBy(Enum):
+    """Who set the context of a step, which tells what a compiled function called within may do."""
+
+    NOBODY = "nobody"
+    USER = "user"  # decided for every compiled function called within
+    PLAIN_CALL = "plain call"  # found no key for itself; what it calls may find one
+    GRAPH = "graph"  # holds graphs for this step; what it calls must not run graphs of its own
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     """What the ContextVar holds.
@@ -51,13 +61,12 @@ class _Step:
     Attributes:
         forward: the step's context.
         session: the capture session around it.
-        is_inside_graph: whether a compiled graph set the context for its own sections, so that a
-            compiled function called from within must not run graphs of its own.
+        set_by: who set the context.
     """
 
     forward: ForwardContext | None = None
     session: CaptureSession | None = None
-    is_inside_graph: bool = False
+    set_by: SetBy = SetBy.NOBODY
 
 
 _NO_STEP = _Step()
@@ -84,9 +93,9 @@ def current_forward_context() -> ForwardContext | None:
     return _STEP.get().forward
 
 
-def is_inside_graph() -> bool:
-    """Whether the caller runs within a section of a compiled graph that holds CUDA graphs."""
-    return _STEP.get().is_inside_graph
+def context_set_by() -> SetBy:
+    """Who set the running step's context."""
+    return _STEP.get().set_by
 
 
 def current_capture_session() -> CaptureSession | None:
@@ -128,7 +137,7 @@ def set_forward_context(
             "pass the descriptor that CudagraphDispatcher.dispatch returned with the mode",
         )
     context = ForwardContext(attn_metadata, cudagraph_runtime_mode, batch_descriptor, extra)
-    token = _STEP.set(_Step(context, _STEP.get().session))
+    token = _STEP.set(_Step(context, _STEP.get().session, SetBy.USER))
     try:
         yield context
     finally:
@@ -136,9 +145,9 @@ def set_forward_context(
 
 
 @contextlib.contextmanager
-def enter_forward_context(context: ForwardContext) -> Iterator[None]:
+def enter_forward_context(context: ForwardContext, set_by: SetBy = SetBy.GRAPH) -> Iterator[None]:
     """Run the body under a context of a compiled graph: its own step, or a replay of one."""
-    token = _STEP.set(_Step(context, _STEP.get().session, is_inside_graph=True))
+    token = _STEP.set(_Step(context, _STEP.get().session, set_by))
     try:
         yield
     finally:
@@ -148,7 +157,8 @@ def enter_forward_context(context: ForwardContext) -> Iterator[None]:
 @contextlib.contextmanager
 def enter_capture_session(session: CaptureSession | None) -> Iterator[None]:
     """Let the body's calls register their keys with `session`; None hides an outer one."""
-    token = _STEP.set(_Step(_STEP.get().forward, session))
+    step = _STEP.get()
+    token = _STEP.set(_Step(step.forward, session, step.set_by))
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,10 +40,12 @@ class Trial:
         outputs: what capture returns, described: tensors as `_TensorSpec`. Only the reference
             engine needs it.
         refused: why it cannot be captured, where the run showed that.
+        is_described: whether the outputs are.
     """
 
     outputs: Any = None
     refused: str | None = None
+    is_described: bool = False
 
 
 class StaticGraph(Protocol):
@@ -213,7 +216,10 @@ class CudaEngine:
 
 
 class ReferenceGraph:
-    """A callable with the tensors, the context and the outputs it was captured with."""
+    """A callable with the tensors, the context and the outputs it was captured with.
+
+    Like a CUDA graph it keeps no parameter alive: whoever replays it does.
+    """
 
     def __init__(
         self,
@@ -224,38 +230,80 @@ class ReferenceGraph:
     ) -> None:
         self._engine = engine
         self._call = call
-        self._args = tuple(args)
+        self._args = [
+            weakref.ref(arg) if isinstance(arg, torch.nn.Parameter) else (lambda arg=arg: arg)
+            for arg in args
+        ]
         self._context = current_forward_context() or ForwardContext()
         self.outputs = outputs
 
     def replay(self) -> None:
         """Rerun the callable on its own tensors and write its own outputs."""
+        args = [arg() for arg in self._args]
         with torch.no_grad(), self._engine.running(), enter_forward_context(self._context):
-            results = self._call(*self._args)
+            results = self._call(*args)
         for stored, result in zip(tree_leaves(self.outputs), tree_leaves(results), strict=True):
             if isinstance(stored, torch.Tensor) and stored.numel():
                 same = stored.data_ptr() == result.data_ptr() and stored.shape == result.shape
                 if not same:
-                    stored.copy_(result)
+                    _unexpanded(stored).copy_(_unexpanded(result))
+
+
+def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """One element of each dimension along which all are the same memory."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.size(dim) > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _NewMemory:
+    """Memory that a capture allocates for its outputs."""
+
+    number: int
+    num_bytes: int
+    device: torch.device
+    holds_bools: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _TensorSpec:
-    """How to make an output of a capture: fresh memory, or a view of an argument."""
+    """How to make an output of a capture: where its memory is, and how it lies there.
 
+    Attributes:
+        memory: new memory, or the number of the argument whose memory it is.
+        offset_bytes: from the start of new memory, or of the argument.
+        like: an empty tensor of the output's dtype.
+        size: of the output.
+        stride: of the output.
+    """
+
+    memory: _NewMemory | int
+    offset_bytes: int
+    like: torch.Tensor
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    argument: int | None
-    offset: int
 
-    def make(self, args: Sequence[Any]) -> torch.Tensor:
-        if self.argument is not None:
-            viewed: torch.Tensor = args[self.argument]
-            return viewed.as_strided(self.size, self.stride, self.offset)
-        fresh = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        return fresh.fill_(_poison(self.dtype))
+    def make(self, args: Sequence[Any], memories: dict[int, torch.Tensor]) -> torch.Tensor:
+        start = self.offset_bytes
+        if isinstance(self.memory, _NewMemory):
+            memory = memories.get(self.memory.number)
+            if memory is None:
+                memory = torch.full(
+                    (self.memory.num_bytes,),
+                    1 if self.memory.holds_bools else 255,  # 255s are NaN in every float dtype
+                    dtype=torch.uint8,
+                    device=self.memory.device,
+                )
+                memories[self.memory.number] = memory
+        else:
+            memory = args[self.memory]
+            start += memory.storage_offset() * memory.element_size()
+        offset = start // self.like.element_size()
+        return self.like.new_empty(0).set_(
+            memory.untyped_storage(), offset, self.size, self.stride
+        )
 
 
 class ReferenceEngine:
@@ -279,7 +327,8 @@ class ReferenceEngine:
         with _host_syncs_noticed() as syncs:
             outputs = call(*args)
         refused = f"Tensor.{syncs[0]} makes the host wait for the device" if syncs else None
-        return outputs, Trial(_described(outputs, args), refused)
+        with torch.inference_mode(False):
+            return outputs, Trial(_described(outputs, args), refused, is_described=True)
 
     def capture(
         self, call: Callable[..., Any], args: Sequence[Any], trial: Trial
@@ -289,12 +338,13 @@ class ReferenceEngine:
             raise CaptureError("a capture is already running on this thread")
         if trial.refused is not None:
             raise CaptureError(trial.refused)
-        if trial.outputs is None:
+        if not trial.is_described:
             raise CaptureError("the callable was not warmed up; run it once before its capture")
         with self.session(), torch.inference_mode(False), torch.no_grad():
             self.session.before_capture()
+            memories: dict[int, torch.Tensor] = {}
             outputs = tree_map(
-                lambda item: item.make(args) if isinstance(item, _TensorSpec) else item,
+                lambda item: item.make(args, memories) if isinstance(item, _TensorSpec) else item,
                 trial.outputs,
                 is_leaf=lambda item: isinstance(item, _TensorSpec),
             )
@@ -315,28 +365,34 @@ class ReferenceEngine:
 
 
 def _described(outputs: Any, args: Sequence[Any]) -> Any:
+    """`outputs` with a `_TensorSpec` for every tensor; those that share memory go on doing so."""
     owners = {
         arg.untyped_storage().data_ptr(): index
         for index, arg in reversed(list(enumerate(args)))
         if isinstance(arg, torch.Tensor) and arg.numel()
     }
+    tensors = [item for item in tree_leaves(outputs) if isinstance(item, torch.Tensor)]
+    bools = {t.untyped_storage().data_ptr() for t in tensors if t.dtype is torch.bool}
+    new: dict[int, _NewMemory] = {}
 
     def describe(item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
             return item
-        owner = owners.get(item.untyped_storage().data_ptr()) if item.numel() else None
-        offset = int(item.storage_offset())
-        return _TensorSpec(
-            tuple(item.size()), tuple(item.stride()), item.dtype, item.device, owner, offset
-        )
+        storage = item.untyped_storage()
+        start = int(item.storage_offset()) * item.element_size()
+        memory: _NewMemory | int
+        if item.numel() and storage.data_ptr() in owners:
+            owner = owners[storage.data_ptr()]
+            start -= args[owner].storage_offset() * args[owner].element_size()
+            memory = owner
+        else:
+            address = storage.data_ptr() if item.numel() else -len(new) - 1
+            fresh = _NewMemory(len(new), storage.nbytes(), item.device, address in bools)
+            memory = new.setdefault(address, fresh)
+        like = torch.empty(0, dtype=item.dtype, device=item.device)
+        return _TensorSpec(memory, start, like, tuple(item.size()), tuple(item.stride()))
 
     return tree_map(describe, outputs)
-
-
-def _poison(dtype: torch.dtype) -> float | int | bool:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return True if dtype is torch.bool else torch.iinfo(dtype).max
 
 
 _HOST_SYNCS = (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx
 
-from compile_backend.boundary import SharedBuffer
+from compile_backend.boundary import SharedBuffer, memory_of
 from compile_backend.torch_internals import (
     copy_all,
     input_source_name,
@@ -78,10 +78,12 @@ def _class_of(node: torch.fx.Node, value: Any, device: torch.device) -> InputCla
 
 @dataclass(slots=True)
 class _Loaded:
-    """One key's inputs: at their static addresses, and how to fill them."""
+    """One key's buffers, how to fill them, and where all else was. Holds no weights alive."""
 
-    static_args: list[Any]
+    buffers: list[tuple[int, torch.Tensor]]
     addresses: list[int]
+    memories: frozenset[int]
+    written_memories: frozenset[int]
     copies: list[tuple[list[torch.Tensor], list[int]]]
     irregular: list[tuple[torch.Tensor, int]]
 
@@ -104,22 +106,16 @@ class InputBuffers:
         copy_inputs: bool,
         mutated: frozenset[int],
     ) -> None:
-        moving = [i for i, item in enumerate(inputs) if item.kind is InputClass.CALLER]
-        fixed = [
-            i
-            for i, item in enumerate(inputs)
-            if item.kind in (InputClass.PARAMETER, InputClass.STATIC)
-        ]
+        kinds = [item.kind for item in inputs]
+        moving = [i for i, kind in enumerate(kinds) if kind is InputClass.CALLER]
+        still = (InputClass.PARAMETER, InputClass.STATIC)
+        fixed = [i for i, kind in enumerate(kinds) if kind in still]
         self.copied = tuple(moving) if copy_inputs else ()
         self._fixed = fixed if copy_inputs else sorted((*fixed, *moving))
-        self._written_back = tuple(i for i in self.copied if i in mutated)
+        self._written = tuple(i for i in self._fixed if i in mutated)
+        self.written_back = tuple(i for i in self.copied if i in mutated)
         self._buffers = {i: SharedBuffer(device) for i in self.copied}
         self._loaded: dict[Hashable, _Loaded] = {}
-
-    @property
-    def writes_back(self) -> bool:
-        """Whether the graph writes to copied inputs."""
-        return bool(self._written_back)
 
     @property
     def num_bytes(self) -> int:
@@ -143,66 +139,75 @@ class InputBuffers:
             loaded = self._loaded[key] = self._make(args, growth)
             has_moved = False
         else:
-            has_moved = _addresses(args, self._fixed) != loaded.addresses
+            addresses = _addresses(args, self._fixed)
+            has_moved = addresses != loaded.addresses
             if has_moved:
-                self._rebind(loaded, args)
+                self._look_at(loaded, args)
         for targets, positions in loaded.copies:
             copy_all(targets, [args[i] for i in positions])
         for target, position in loaded.irregular:
-            target.copy_(_unexpanded(args[position]))
-        return loaded.static_args, has_moved
+            target.copy_(memory_of(args[position]))
+        static_args = list(args)
+        for position, buffer in loaded.buffers:
+            static_args[position] = buffer
+        return static_args, has_moved
 
     def write_back(self, static_args: Sequence[Any], args: Sequence[Any]) -> None:
         """Show callers what the graph wrote to their tensors."""
-        for i in self._written_back:
-            _unexpanded(args[i]).copy_(_unexpanded(static_args[i]))
+        for i in self.written_back:
+            memory_of(args[i]).copy_(memory_of(static_args[i]))
 
-    def overlaps(self, args: Sequence[Any]) -> bool:
+    def overlaps(self, key: Hashable, args: Sequence[Any]) -> bool:
         """Whether a tensor that is written shares memory with another input.
 
         Copies of the two would not share it.
-        """
-        if not self._written_back:
-            return False
-        storages = [
-            arg.untyped_storage().data_ptr() if isinstance(arg, torch.Tensor) else None
-            for arg in args
-        ]
-        return any(
-            storages[i] == storage
-            for i in self._written_back
-            for j, storage in enumerate(storages)
-            if i != j
-        )
 
-    def static_args(self, key: Hashable) -> list[Any]:
-        """The static inputs of a key that was loaded before."""
-        return self._loaded[key].static_args
+        Args:
+            key: whether it was loaded or not; if so, with these inputs.
+            args: the graph's inputs.
+        """
+        if not self.written_back and not self._written:
+            return False
+        loaded = self._loaded.get(key)
+        still = loaded.memories if loaded else _memories(args, self._fixed)
+        still_written = loaded.written_memories if loaded else _memories(args, self._written)
+        memories = {
+            i: args[i].untyped_storage().data_ptr() for i in self.copied if args[i].numel()
+        }
+        if not still_written.isdisjoint(memories.values()):
+            return True
+        written = [memories[i] for i in self.written_back if i in memories]
+        others = list(memories.values())
+        return any(m in still or others.count(m) > 1 for m in written)
 
     def reset(self) -> None:
         """Forget every key."""
         self._loaded.clear()
 
     def _make(self, args: Sequence[Any], growth: int) -> _Loaded:
-        static_args = list(args)
+        buffers = []
         by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[int]]] = {}
         irregular = []
         for i in self.copied:
-            static_args[i] = self._buffers[i].like(args[i], growth)
+            buffer = self._buffers[i].like(args[i], growth)
+            buffers.append((i, buffer))
             if 0 in args[i].stride():
-                irregular.append((_unexpanded(static_args[i]), i))
+                irregular.append((memory_of(buffer), i))
             else:
                 targets, positions = by_dtype.setdefault(args[i].dtype, ([], []))
-                targets.append(static_args[i])
+                targets.append(buffer)
                 positions.append(i)
-        loaded = _Loaded(static_args, [], list(by_dtype.values()), irregular)
-        self._rebind(loaded, args)
+        copies = list(by_dtype.values())
+        loaded = _Loaded(buffers, [], frozenset(), frozenset(), copies, irregular)
+        self._look_at(loaded, args)
         return loaded
 
-    def _rebind(self, loaded: _Loaded, args: Sequence[Any]) -> None:
+    def _look_at(self, loaded: _Loaded, args: Sequence[Any]) -> None:
+        """Note where the inputs are that are not copied."""
         loaded.addresses = _addresses(args, self._fixed)
-        for i in self._fixed:
-            loaded.static_args[i] = args[i]
+        if self.copied:
+            loaded.memories = _memories(args, self._fixed)
+            loaded.written_memories = _memories(args, self._written)
 
 
 def _addresses(args: Sequence[Any], positions: Sequence[int]) -> list[int]:
@@ -210,9 +215,5 @@ def _addresses(args: Sequence[Any], positions: Sequence[int]) -> list[int]:
     return [*map(torch.Tensor.data_ptr, [args[i] for i in positions])]
 
 
-def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
-    """One element of each dimension along which all are the same memory."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.size(dim) > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
+def _memories(args: Sequence[Any], positions: Sequence[int]) -> frozenset[int]:
+    return frozenset(args[i].untyped_storage().data_ptr() for i in positions if args[i].numel())

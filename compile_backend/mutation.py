@@ -37,24 +37,32 @@ def mutated_inputs(module: torch.fx.GraphModule) -> tuple[int, ...]:
 
 def written_arguments(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
     """The arguments that one call writes to."""
-    out = node.kwargs.get("out")
-    if isinstance(out, torch.fx.Node):
-        yield out
+    yield from _nodes_in(node.kwargs.get("out"))
     if node.op == "call_method":
         name = str(node.target)
         if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
-            yield node.args[0]  # type: ignore[misc]
+            yield from _nodes_in(node.args[0])
     elif node.op == "call_function":
-        yield from _written_by_function(node)
+        for written in _written_by_function(node):
+            yield from _nodes_in(written)
+
+
+def _nodes_in(argument: Any) -> Iterable[torch.fx.Node]:
+    found: list[torch.fx.Node] = []
+    torch.fx.map_arg(argument, found.append)
+    return found
 
 
 _PURE_MODULES = ("torch", "torch._C._nn", "torch._C._linalg", "torch._C._fft", "torch._C._special")
 _WRITING_OPERATORS = frozenset(
-    {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "iand"}
+    {
+        *("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
+        *("iand", "ior", "ixor", "ilshift", "irshift", "iconcat"),
+    }
 )
 
 
-def _written_by_function(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
+def _written_by_function(node: torch.fx.Node) -> Iterable[Any]:
     target: Any = node.target
     if is_op_overload(target) or is_op_packet(target):
         yield from _written_by_schema(node, op_schema(target))
@@ -62,27 +70,25 @@ def _written_by_function(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
     module, _, name = str(op_name(node)).rpartition(".")
     if module in ("_operator", "operator", "builtins", "math"):
         if name in _WRITING_OPERATORS:
-            yield node.args[0]  # type: ignore[misc]
+            yield node.args[0]
     elif "_VariableFunctions" in module or module in _PURE_MODULES:
         if name.endswith("_") and not name.endswith("__"):
-            yield node.args[0]  # type: ignore[misc]
+            yield node.args[0]
     elif module.startswith("torch.nn.functional"):
         if _is_inplace(node):
-            yield node.args[0]  # type: ignore[misc]
+            yield node.args[0]
         elif name in ("batch_norm", "instance_norm"):
             yield from node.all_input_nodes
     elif not module.startswith(("torch.amp", "torch._C", "torch.sym_")):
         yield from node.all_input_nodes
 
 
-def _written_by_schema(node: torch.fx.Node, schema: Any) -> Iterable[torch.fx.Node]:
+def _written_by_schema(node: torch.fx.Node, schema: Any) -> Iterable[Any]:
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         given = node.args[position] if position < len(node.args) else None
-        given = node.kwargs.get(argument.name, given)
-        values = given if isinstance(given, (tuple, list)) else (given,)
-        yield from (value for value in values if isinstance(value, torch.fx.Node))
+        yield node.kwargs.get(argument.name, given)
 
 
 def _is_inplace(node: torch.fx.Node) -> bool:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compile_backend.boundary import memory_of
+
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
@@ -116,12 +118,7 @@ _COPY = object()
 
 def _span(members: Sequence[int], outputs: Sequence[Any]) -> _Together:
     start = min(outputs[i].storage_offset() for i in members)
-    end = max(
-        outputs[i].storage_offset()
-        + 1
-        + sum((n - 1) * s for n, s in zip(outputs[i].size(), outputs[i].stride(), strict=True))
-        for i in members
-    )
+    end = max(outputs[i].storage_offset() + memory_of(outputs[i]).numel() for i in members)
     return _Together(tuple(members), start, end - start)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compile_backend.inputs import InputClass
+from compile_backend.split import Computed
 from compile_backend.torch_internals import free_symbols_of, sizes_are_allowed, storage_id
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ class RowPadding:
         self._symbol = rows.node.expr if isinstance(rows, torch.SymInt) else None
         self._first = first
         self._padded = [i for i in tensors if self._symbol in free_symbols_of(fakes[i])]
-        outputs = [split.values.get(name) for name in split.outputs if isinstance(name, str)]
-        self._outputs = [self._depends(split.values.get(str(name))) for name in split.outputs]
+        self._others = [i for i in tensors if i not in self._padded and fakes[i].dim()]
+        outputs = [_value(split, output) for output in split.outputs]
+        self._outputs = [self._depends(_value(split, output)) for output in split.outputs]
         self.impossible = self._why_impossible([fakes[i] for i in self._padded], outputs, fakes)
 
     def _depends(self, value: Any) -> Any:
@@ -78,8 +80,8 @@ class RowPadding:
             return None
         actual: int = args[self._first].shape[0]
         rows, rest = divmod(padded_tokens * actual, num_tokens)
-        if rest:
-            return None
+        if rest or any(args[i].shape[0] == actual for i in self._others):
+            return None  # no whole rows; or a tensor may hold a row per row unknown to Dynamo
         known = {expr: args[i] for i, expr in self._sizes.items()}
         return rows if sizes_are_allowed(self._shape_env, {**known, self._symbol: rows}) else None
 
@@ -116,7 +118,16 @@ class RowPadding:
                 kept.append(int(depends.xreplace(sizes)))
         return kept
 
-    def show_writes(self, args: Sequence[Any], grown: Sequence[Any]) -> None:
+    def show_writes(
+        self, args: Sequence[Any], grown: Sequence[Any], positions: Sequence[int]
+    ) -> None:
         """Bring what was written to padded inputs back to the caller's tensors."""
-        for i in self._padded:
-            args[i].copy_(grown[i][: args[i].shape[0]])
+        for i in positions:
+            if i in self._padded:
+                args[i].copy_(grown[i][: args[i].shape[0]])
+
+
+def _value(split: SplitGraph, output: Any) -> Any:
+    if isinstance(output, str):
+        return split.values.get(output)
+    return output.value if isinstance(output, Computed) else None

@@ -92,6 +92,9 @@ class PieceRunner:
             CaptureError: it cannot be captured, so pieces after it have no inputs.
         """
         key = _running_key()
+        held: Sequence[Any] | None = self._wrapper.outputs(key)
+        if held is not None:
+            return held
         if self._wrapper.failure(key):
             raise CaptureError(f"a piece before cannot be captured: {self._wrapper.failure(key)}")
         captured: Sequence[Any] = self._wrapper.capture(key, args)

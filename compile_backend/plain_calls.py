@@ -72,7 +72,7 @@ class BatchReader:
         sizes = tuple([args[i] for i in self._sizes])
         if not sizes or sizes == (descriptor.num_tokens,):
             return descriptor
-        return descriptor._replace(extra=(*descriptor.extra, *sizes))
+        return descriptor._replace(extra=(*descriptor.extra, ("sizes", *sizes)))
 
     def _shape(self, args: Sequence[Any]) -> tuple[int, int, bool]:
         for position in self._tensors:

@@ -25,7 +25,7 @@ from compile_backend.support import (
     lowest,
     support_level,
 )
-from compile_backend.torch_internals import has_data_dependent_size
+from compile_backend.torch_internals import data_dependent_symbols, free_symbols_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +46,7 @@ class GraphPlan:
         asked: the mode asked for, or the default.
         resolution: what it becomes, and why.
         uncapturable: pieces that no graph can hold, with the reason.
+        data_dependent: names of values whose sizes, or which themselves, no graph may freeze.
         notes: further reasons that a person should know, such as why FULL is out.
         needs_grad: whether the call needs gradients, so that nothing is captured.
         dispatcher: the keys, for calls that may not be padded.
@@ -59,6 +60,7 @@ class GraphPlan:
     asked: CUDAGraphMode
     resolution: Resolution
     uncapturable: dict[str, str]
+    data_dependent: frozenset[str]
     notes: tuple[str, ...]
     needs_grad: bool
     dispatcher: CudagraphDispatcher
@@ -104,10 +106,11 @@ def plan_graph(
         for section in split.eager_sections
         for name in section.ops
     }
+    data_dependent = _data_dependent(graph_module.graph)
     uncapturable = {
         piece.name: reason
         for piece in split.pieces
-        if (reason := _why_uncapturable(piece, device)) is not None
+        if (reason := _why_uncapturable(piece, device, data_dependent)) is not None
     }
     piecewise = bool(split.eager_sections)
     asked = config.cudagraph_mode or default_mode(piecewise=piecewise, pooling=config.pooling)
@@ -138,6 +141,7 @@ def plan_graph(
         asked=asked,
         resolution=resolution,
         uncapturable=uncapturable,
+        data_dependent=data_dependent,
         notes=tuple(notes),
         needs_grad=needs_grad,
         dispatcher=dispatcher,
@@ -166,17 +170,40 @@ def _needs_grad(graph: torch.fx.Graph, example_inputs: Sequence[Any]) -> bool:
     )
 
 
-def _why_uncapturable(piece: Section, device: torch.device) -> str | None:
+def _why_uncapturable(
+    piece: Section, device: torch.device, data_dependent: frozenset[str]
+) -> str | None:
     """Why no graph can hold a piece; None where one can."""
     has_work = False
     for node in piece.module.graph.nodes:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and value.device != device:
             return f"works on {value.device} ({node.name})"
-        if isinstance(value, (torch.Tensor, torch.SymInt)) and has_data_dependent_size(value):
-            return f"has a size that depends on data ({node.name})"
+        if node.name in data_dependent:
+            return f"has a size or number that depends on data ({node.name})"
         has_work = has_work or (node.op.startswith("call_") and not is_trivial(node))
     return None if has_work else "does no work on the device"
+
+
+def _data_dependent(graph: torch.fx.Graph) -> frozenset[str]:
+    """Names of values whose sizes are known only once the data is, and of numbers read from it.
+
+    A graph would freeze them. Sizes of the graph's inputs are known, by whatever symbol.
+    """
+    values = {node.name: node.meta.get("example_value") for node in graph.nodes}
+    known: set[Any] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" and isinstance(values[node.name], _SIZED):
+            known |= free_symbols_of(values[node.name])
+    return frozenset(
+        name
+        for name, value in values.items()
+        if isinstance(value, (torch.SymFloat, torch.SymBool))
+        or (isinstance(value, _SIZED) and data_dependent_symbols(value) - known)
+    )
+
+
+_SIZED = (torch.Tensor, torch.SymInt)
 
 
 def _shortened(names: Sequence[str], most: int = 12) -> str:

@@ -31,6 +31,21 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """A graph output that is a number, computed from the graph's sizes alone.
+
+    Attributes:
+        module: takes the inputs in order, returns a tuple of the number.
+        inputs: names of the sizes it is computed from.
+        value: the symbolic number.
+    """
+
+    module: torch.fx.GraphModule
+    inputs: tuple[str, ...]
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Section:
     """A part of the graph that runs as one.
 
@@ -58,13 +73,13 @@ class SplitGraph:
     Attributes:
         inputs: names of the graph's inputs, in call order.
         sections: in the order they run.
-        outputs: names of the values it returns, or constants.
+        outputs: names of the values it returns, or what it returns otherwise.
         values: the fake tensor or integer that stands for each named value.
     """
 
     inputs: tuple[str, ...]
     sections: tuple[Section, ...]
-    outputs: tuple[str | Constant, ...]
+    outputs: tuple[str | Constant | Computed, ...]
     values: Mapping[str, Any]
 
     @property
@@ -107,9 +122,7 @@ def split_graph(
     return SplitGraph(
         inputs=tuple(node.name for node in graph.nodes if node.op == "placeholder"),
         sections=tuple(sections),
-        outputs=tuple(
-            item.name if isinstance(item, torch.fx.Node) else Constant(item) for item in returned
-        ),
+        outputs=tuple(_output(graph_module, item) for item in returned),
         values={node.name: node.meta.get("example_value") for node in graph.nodes},
     )
 
@@ -221,8 +234,7 @@ _VIEWS = frozenset(
 
 def is_trivial(node: torch.fx.Node) -> bool:
     """Whether a node does no device work: it allocates, views, or picks an element."""
-    name = str(node.target) if node.op == "call_method" else str(op_name(node))
-    name = name.rsplit("::", 1)[-1].split(".")[0] if "::" in name else name.rsplit(".", 1)[-1]
+    name = _call_name(node)
     if name in _ALLOCATIONS:
         return True
     if name not in _VIEWS:
@@ -236,6 +248,19 @@ def is_trivial(node: torch.fx.Node) -> bool:
     if isinstance(seen, (tuple, list)):
         return True
     return storage_id(first) == storage_id(seen)
+
+
+def unwritten_outputs(section: Section) -> frozenset[int]:
+    """Positions of a section's outputs that it allocates without writing them."""
+    output = next(node for node in reversed(section.module.graph.nodes) if node.op == "output")
+    nodes: Any = output.args[0]
+    return frozenset(i for i, node in enumerate(nodes) if _call_name(node) in _ALLOCATIONS)
+
+
+def _call_name(node: torch.fx.Node) -> str:
+    """The bare name of what a node calls, without namespace and overload."""
+    name = str(node.target) if node.op == "call_method" else str(op_name(node))
+    return name.rsplit("::", 1)[-1].split(".")[0] if "::" in name else name.rsplit(".", 1)[-1]
 
 
 def _ordered_groups(
@@ -263,6 +288,17 @@ def _returned(graph: torch.fx.Graph) -> tuple[Any, ...]:
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     returned = output.args[0]
     return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+
+
+def _output(graph_module: torch.fx.GraphModule, item: Any) -> str | Constant | Computed:
+    if not isinstance(item, torch.fx.Node):
+        return Constant(item)
+    if not is_copied_scalar(item):
+        return str(item.name)
+    writer = _SectionWriter(graph_module, {})
+    writer.add(item)
+    section = writer.section("computed", is_piece=False, outputs=(item,), ops=())
+    return Computed(section.module, section.inputs, item.meta.get("example_value"))
 
 
 def _readers(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from compile_backend.split import Constant
+from compile_backend.split import Computed
 from compile_backend.torch_internals import storage_id
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ def stitch(
     """
     local = {name: f"v{number}" for number, name in enumerate(_all_values(split))}
     last_reader = _last_readers(split)
-    returned = {name for name in split.outputs if isinstance(name, str)}
     lines = ["def program(inputs):"]
     if split.inputs:
         lines.append(f"    {_targets(split.inputs, local)} = inputs")
@@ -51,19 +50,22 @@ def stitch(
         dead = [
             local[name]
             for name in dict.fromkeys((*section.inputs, *section.outputs))
-            if last_reader.get(name, -1) <= number and name not in returned
+            if last_reader.get(name, -1) <= number
         ]
         if dead:
             lines.append(f"    del {', '.join(dead)}")
-    constants = {
-        f"c{number}": output.value
-        for number, output in enumerate(split.outputs)
-        if isinstance(output, Constant)
-    }
-    items = [
-        local[output] if isinstance(output, str) else f"c{number}"
-        for number, output in enumerate(split.outputs)
-    ]
+    constants: dict[str, Any] = {}
+    items = []
+    for number, output in enumerate(split.outputs):
+        if isinstance(output, str):
+            items.append(local[output])
+        elif isinstance(output, Computed):
+            constants[f"c{number}"] = output.module.forward
+            sizes = ", ".join(local[name] for name in output.inputs)
+            items.append(f"c{number}({sizes})[0]")
+        else:
+            constants[f"c{number}"] = output.value
+            items.append(f"c{number}")
     lines.append(f"    return ({', '.join(items)}{',' if items else ''})")
     namespace: dict[str, Any] = {**runners, **constants}
     exec(compile("\n".join(lines), "<stitched sections>", "exec"), namespace)  # noqa: S102
@@ -112,8 +114,8 @@ def _last_readers(split: SplitGraph) -> dict[str, int]:
     for number, section in enumerate(split.sections):
         last.update(dict.fromkeys(section.inputs, number))
     for output in split.outputs:
-        if isinstance(output, str):
-            last[output] = len(split.sections)
+        returned = output.inputs if isinstance(output, Computed) else (output,)
+        last.update((name, len(split.sections)) for name in returned if isinstance(name, str))
     return last
 
 

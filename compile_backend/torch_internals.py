@@ -122,6 +122,7 @@ def calling_compile() -> object | None:
 
 def compile_behind(compiled: object) -> object | None:
     """The `torch.compile` call that made `compiled` (a module or a function)."""
+    compiled = getattr(compiled, "_compiled_call_impl", None) or compiled  # module.compile()
     context = getattr(compiled, "dynamo_ctx", None)
     callback = getattr(context, "callback", None)
     if callback is None:
@@ -135,6 +136,25 @@ def compile_behind(compiled: object) -> object | None:
     while callback is not None and type(callback).__name__ != "_TorchCompileWrapper":
         callback = getattr(callback, "_torchdynamo_orig_backend", None)
     return callback
+
+
+def reaching_the_user(error: Exception) -> Exception:
+    """The same error in a form that Dynamo lets through.
+
+    Dynamo wraps whatever a backend raises, except errors of its own kind whose traceback it
+    shortens.
+    """
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind = type(error)
+
+    def initialise(self: Any, *_: Any, **__: Any) -> None:
+        ShortenTraceback.__init__(self, str(error), first_useful_frame=None)
+        self.__dict__.update(error.__dict__)
+
+    members = {"__init__": initialise, "__str__": kind.__str__, "__module__": kind.__module__}
+    made: Exception = type(kind.__name__, (kind, ShortenTraceback), members)()
+    return made.with_traceback(error.__traceback__)
 
 
 # --- Inductor --------------------------------------------------------------------------------
@@ -347,11 +367,11 @@ def free_symbols_of(value: Any) -> frozenset[Any]:
     return frozenset(free_symbols(value))
 
 
-def has_data_dependent_size(value: Any) -> bool:
-    """Whether a size, or a tensor's, is known only once the data is."""
+def data_dependent_symbols(value: Any) -> frozenset[Any]:
+    """The symbols in a size, or in those of a tensor, that no guard may look at."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    return bool(free_unbacked_symbols(value))
+    return frozenset(free_unbacked_symbols(value))
 
 
 def sizes_are_allowed(shape_env: Any, sizes: Mapping[Any, int]) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compile_backend.batch import BatchDescriptor, graph_key
+from compile_backend.boundary import memory_of
 from compile_backend.config import CUDAGraphMode
 from compile_backend.context import current_capture_session, current_forward_context
 from compile_backend.errors import CaptureError, ConfigError
@@ -62,6 +63,8 @@ class CUDAGraphWrapper:
         strict: raise on a failed capture instead of running that key eagerly from then on.
         check_addresses: compare the addresses of all arguments at every replay.
         verify: compare every replay with an eager run.
+        unwritten_outputs: positions of outputs that are allocated but not written, so that two
+            runs differ in them.
 
     Raises:
         ConfigError: `runtime_mode` is neither PIECEWISE nor FULL.
@@ -80,6 +83,7 @@ class CUDAGraphWrapper:
         strict: bool = False,
         check_addresses: bool = False,
         verify: bool = False,
+        unwritten_outputs: frozenset[int] = frozenset(),
     ) -> None:
         if runtime_mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
             raise ConfigError(
@@ -95,6 +99,7 @@ class CUDAGraphWrapper:
         self._strict = strict
         self._check_addresses = check_addresses
         self._verify = verify
+        self._unwritten_outputs = unwritten_outputs
         self._entries: dict[BatchDescriptor, _Entry] = {}
         self.has_failures = False
 
@@ -135,6 +140,11 @@ class CUDAGraphWrapper:
         """Whether a graph exists for a normalised key."""
         entry = self._entries.get(key)
         return entry is not None and entry.graph is not None
+
+    def outputs(self, key: BatchDescriptor) -> Any | None:
+        """What replays of a normalised key fill; None without a graph."""
+        entry = self._entries.get(key)
+        return entry.graph.outputs if entry is not None and entry.graph is not None else None
 
     def failure(self, key: BatchDescriptor) -> str | None:
         """Why the capture of a normalised key failed; None if it did not."""
@@ -185,9 +195,9 @@ class CUDAGraphWrapper:
             entry.stats.eager += 1
             return self._runnable(*args)
         if entry.warm_ups < self._num_warmups or current_capture_session() is not None:
+            outputs, entry.trial = self._engine.warm_up(self._runnable, args)
             entry.warm_ups += 1
             entry.stats.warm_ups += 1
-            outputs, entry.trial = self._engine.warm_up(self._runnable, args)
             return outputs
         try:
             outputs = self.capture(key, args)
@@ -218,7 +228,11 @@ class CUDAGraphWrapper:
 
     def _eager_results(self, args: Sequence[Any]) -> Any:
         """Outputs and arguments after an eager run, with the arguments put back as they were."""
-        written = [arg for arg in args if isinstance(arg, torch.Tensor) and not _is_weight(arg)]
+        written = [
+            memory_of(arg)
+            for arg in args
+            if isinstance(arg, torch.Tensor) and not isinstance(arg, torch.nn.Parameter)
+        ]
         before = [arg.clone() for arg in written]
         results = (self._runnable(*args), tuple(args))
         results = tree_map(
@@ -231,7 +245,7 @@ class CUDAGraphWrapper:
     def _compare(self, key: BatchDescriptor, expected: Any, actual: Any) -> None:
         pairs = zip(tree_leaves(expected), tree_leaves(actual), strict=True)
         for position, (eager, replayed) in enumerate(pairs):
-            if not isinstance(eager, torch.Tensor):
+            if not isinstance(eager, torch.Tensor) or position in self._unwritten_outputs:
                 continue
             try:
                 torch.testing.assert_close(replayed, eager, equal_nan=True)
@@ -244,7 +258,3 @@ class CUDAGraphWrapper:
 
 def _addresses(args: Sequence[Any]) -> tuple[int, ...]:
     return tuple(arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor))
-
-
-def _is_weight(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter)

@@ -116,11 +116,11 @@ def compare_with_eager(
 
 
 def cache_len_for(loaded: LoadedModel, prompt: str | Sequence[int], max_new_tokens: int) -> int:
-    """Positions of a KV cache that holds a prompt and its answer, if the model reaches so far."""
+    """Positions of a KV cache that holds a prompt and its answer."""
     needed = len(encode_prompt(loaded, prompt)) + max_new_tokens
     rounded = -(-needed // _CACHE_LEN_STEP) * _CACHE_LEN_STEP
     limit = getattr(loaded.model.config, "max_position_embeddings", None)
-    return min(rounded, limit) if limit is not None else rounded
+    return rounded if limit is None else max(needed, min(rounded, limit))
 
 
 def _num_first_answers(config: CompilationConfig) -> int:
