@@ -28,7 +28,6 @@ from compile_backend.outputs import OutputReturns
 from compile_backend.padding import RowPadding
 from compile_backend.piece_compiler import PieceCompiler
 from compile_backend.piecewise import PieceRunner, UncapturedRunner
-from compile_backend.plain_calls import BatchReader
 from compile_backend.plan import GraphPlan, plan_graph
 from compile_backend.split import unwritten_outputs
 from compile_backend.stats import GraphStats, Report, added_rows
@@ -408,13 +407,7 @@ def _mutated_graph_inputs(plan: GraphPlan, pieces: Mapping[str, CompiledPiece]) 
 
 
 def _call_rules(plan: GraphPlan, config: CompilationConfig) -> CallRules:
-    query_len = config.uniform_decode_query_len
-    reader = BatchReader(
-        plan.inputs,
-        query_len=query_len,
-        max_num_seqs=config.max_num_seqs,
-        describe_batch=config.describe_batch,
-    )
+    query_len, reader = config.uniform_decode_query_len, plan.reader
     is_lazy = config.cudagraph_capture == "lazy"
     has_keys = plan.mode is not CUDAGraphMode.NONE
     if not config.cudagraph_pad_inputs:
@@ -429,7 +422,8 @@ def _call_rules(plan: GraphPlan, config: CompilationConfig) -> CallRules:
 
 def _growth(plan: GraphPlan) -> Callable[[BatchDescriptor], int]:
     """How many times larger than a key's tensors those of the largest key are."""
-    is_static = not any(isinstance(value, torch.SymInt) for value in plan.split.values.values())
     keys = (plan.dispatcher.keys(mode) for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL))
     largest = max((key.num_tokens for held in keys for key in held), default=1)
-    return lambda key: 1 if is_static else max(1, -(-largest // max(1, key.num_tokens)))
+    return lambda key: (
+        1 if not plan.has_free_sizes else max(1, -(-largest // max(1, key.num_tokens)))
+    )

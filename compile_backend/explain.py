@@ -19,7 +19,6 @@ from compile_backend.config import CompilationConfig, CUDAGraphMode, unavailable
 from compile_backend.explanation import Cut, DistinctPiece, Explanation, GraphExplanation, KeySizes
 from compile_backend.inputs import InputClass
 from compile_backend.piece_compiler import structural_key
-from compile_backend.plain_calls import BatchReader
 from compile_backend.plan import plan_graph
 
 if TYPE_CHECKING:
@@ -90,9 +89,7 @@ class _Planner:
     ) -> Callable[..., Any]:
         try:
             plan = plan_graph(graph_module, example_inputs, self._config)
-            self.graphs.append(
-                _explained(plan, example_inputs, self._config, self._parameter_names)
-            )
+            self.graphs.append(_explained(plan, self._parameter_names))
         except Exception as error:
             self.error = error
             raise
@@ -136,23 +133,7 @@ def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
 # --- from a plan to an explanation -----------------------------------------------------------
 
 
-def _explained(
-    plan: GraphPlan,
-    example_inputs: Sequence[Any],
-    config: CompilationConfig,
-    parameter_names: Sequence[str],
-) -> GraphExplanation:
-    reader = BatchReader(
-        plan.inputs,
-        query_len=config.uniform_decode_query_len,
-        max_num_seqs=config.max_num_seqs,
-        describe_batch=config.describe_batch,
-    )
-    call = reader.read(example_inputs)
-    call_mode, _ = plan.dispatcher.dispatch(call)
-    if plan.mode is CUDAGraphMode.NONE:
-        call_mode = CUDAGraphMode.NONE
-    has_free_sizes = any(isinstance(value, torch.SymInt) for value in plan.split.values.values())
+def _explained(plan: GraphPlan, parameter_names: Sequence[str]) -> GraphExplanation:
     return GraphExplanation(
         pieces=_distinct_pieces(plan),
         cuts=_cuts(plan.split.eager_sections),
@@ -169,18 +150,11 @@ def _explained(
         downgrades=plan.resolution.downgrades,
         notes=plan.notes,
         keys=_key_sizes(plan),
-        call=call,
-        call_mode=call_mode,
-        has_free_sizes=has_free_sizes,
-        num_graphs=plan.num_graphs if has_free_sizes else _num_graphs_at(plan, call_mode),
+        call=plan.first_call,
+        call_mode=plan.first_mode,
+        has_free_sizes=plan.has_free_sizes,
+        num_graphs=plan.num_graphs,
     )
-
-
-def _num_graphs_at(plan: GraphPlan, mode: CUDAGraphMode) -> int:
-    """CUDA graphs of one key: where all sizes are fixed, no other key is ever met."""
-    if mode is CUDAGraphMode.PIECEWISE:
-        return len(plan.split.pieces) - len(plan.uncapturable)
-    return 1 if mode is CUDAGraphMode.FULL else 0
 
 
 def _distinct_pieces(plan: GraphPlan) -> tuple[DistinctPiece, ...]:

@@ -17,6 +17,7 @@ from compile_backend.dispatch import CudagraphDispatcher
 from compile_backend.inputs import GraphInput, classify_inputs
 from compile_backend.op_names import SplittingOps
 from compile_backend.pipeline import prepare_for_split
+from compile_backend.plain_calls import BatchReader
 from compile_backend.resolve import Resolution, default_mode, resolve_cudagraph_mode
 from compile_backend.split import Section, SplitGraph, is_trivial, split_graph
 from compile_backend.support import (
@@ -30,6 +31,7 @@ from compile_backend.torch_internals import data_dependent_symbols, free_symbols
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from compile_backend.batch import BatchDescriptor
     from compile_backend.config import CompilationConfig
 
 
@@ -50,6 +52,8 @@ class GraphPlan:
         notes: further reasons that a person should know, such as why FULL is out.
         needs_grad: whether the call needs gradients, so that nothing is captured.
         dispatcher: the keys, for calls that may not be padded.
+        reader: describes plain calls.
+        first_call: the batch of the call that this graph was made for.
     """
 
     split: SplitGraph
@@ -64,6 +68,8 @@ class GraphPlan:
     notes: tuple[str, ...]
     needs_grad: bool
     dispatcher: CudagraphDispatcher
+    reader: BatchReader
+    first_call: BatchDescriptor
 
     @property
     def mode(self) -> CUDAGraphMode:
@@ -71,11 +77,26 @@ class GraphPlan:
         return CUDAGraphMode.NONE if self.needs_grad else self.resolution.mode
 
     @property
+    def has_free_sizes(self) -> bool:
+        """Whether calls of several sizes run this graph."""
+        return any(isinstance(value, torch.SymInt) for value in self.split.values.values())
+
+    @property
+    def first_mode(self) -> CUDAGraphMode:
+        """The mode that the call runs at which this graph was made for."""
+        if self.mode is CUDAGraphMode.NONE:
+            return CUDAGraphMode.NONE
+        return self.dispatcher.dispatch(self.first_call)[0]
+
+    @property
     def num_graphs(self) -> int:
-        """Graphs that exist once every key was met."""
+        """Graphs that exist once every key was met that can be."""
+        num_pieces = len(self.split.pieces) - len(self.uncapturable)
         if self.mode is CUDAGraphMode.NONE:
             return 0
-        num_pieces = len(self.split.pieces) - len(self.uncapturable)
+        if not self.has_free_sizes:
+            graphs_of_key = {CUDAGraphMode.FULL: 1, CUDAGraphMode.PIECEWISE: num_pieces}
+            return graphs_of_key.get(self.first_mode, 0)
         return len(self.dispatcher.keys(CUDAGraphMode.FULL)) + num_pieces * len(
             self.dispatcher.keys(CUDAGraphMode.PIECEWISE)
         )
@@ -99,7 +120,9 @@ def plan_graph(
     names = config.splitting_ops if config.splitting_ops is not None else default_splitting_ops()
     prepare_for_split(graph_module)
     needs_grad = _needs_grad(graph_module.graph, example_inputs)
-    split = split_graph(graph_module, SplittingOps(names), keep_grad_mode=needs_grad)
+    reshaped = _reshaped_in_place(graph_module.graph)
+    cuts = SplittingOps(() if reshaped else names)
+    split = split_graph(graph_module, cuts, keep_grad_mode=needs_grad)
     device = _device_of(example_inputs, split)
     support = {
         name: support_level(name, config.attention_support)
@@ -110,7 +133,7 @@ def plan_graph(
     uncapturable = {
         piece.name: reason
         for piece in split.pieces
-        if (reason := _why_uncapturable(piece, device, data_dependent)) is not None
+        if (reason := reshaped or _why_uncapturable(piece, device, data_dependent)) is not None
     }
     piecewise = bool(split.eager_sections)
     asked = config.cudagraph_mode or default_mode(piecewise=piecewise, pooling=config.pooling)
@@ -132,9 +155,16 @@ def plan_graph(
         pad=False,
     )
     dispatcher.initialize_cudagraph_keys(resolution.mode)
+    inputs = classify_inputs(graph_module.graph, example_inputs, device)
+    reader = BatchReader(
+        inputs,
+        query_len=query_len,
+        max_num_seqs=config.max_num_seqs,
+        describe_batch=config.describe_batch,
+    )
     return GraphPlan(
         split=split,
-        inputs=classify_inputs(graph_module.graph, example_inputs, device),
+        inputs=inputs,
         device=device,
         splitting_ops=tuple(names),
         support=support,
@@ -145,7 +175,31 @@ def plan_graph(
         notes=tuple(notes),
         needs_grad=needs_grad,
         dispatcher=dispatcher,
+        reader=reader,
+        first_call=reader.read(example_inputs),
     )
+
+
+_RESHAPING = frozenset(
+    {
+        *("resize_", "resize_as_", "set_", "as_strided_", "squeeze_", "unsqueeze_"),
+        *("t_", "transpose_", "swapaxes_", "swapdims_"),
+    }
+)
+
+
+def _reshaped_in_place(graph: torch.fx.Graph) -> str | None:
+    """Why a graph can be neither cut nor captured: a value in it changes its shape.
+
+    A Dynamo graph describes such a value as it is in the end, so its shape at a cut is unknown.
+    """
+    for node in graph.nodes:
+        name = (
+            node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        )
+        if node.op.startswith("call_") and name in _RESHAPING:
+            return f"changes a shape in place ({node.name})"
+    return None
 
 
 def _device_of(example_inputs: Sequence[Any], split: SplitGraph) -> torch.device:
