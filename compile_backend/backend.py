@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.fx
 
 from compile_backend.boundary import Pins, SharedBuffer
 from compile_backend.compiled_graph import CallRules, CompiledGraph, Programs
@@ -43,6 +42,8 @@ from compile_backend.wrapper import CUDAGraphWrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    import torch.fx
 
     from compile_backend.batch import BatchDescriptor
     from compile_backend.graph_engine import GraphEngine
@@ -422,8 +423,8 @@ def _call_rules(plan: GraphPlan, config: CompilationConfig) -> CallRules:
 
 def _growth(plan: GraphPlan) -> Callable[[BatchDescriptor], int]:
     """How many times larger than a key's tensors those of the largest key are."""
+    if not plan.has_free_sizes:
+        return lambda _: 1
     keys = (plan.dispatcher.keys(mode) for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL))
     largest = max((key.num_tokens for held in keys for key in held), default=1)
-    return lambda key: (
-        1 if not plan.has_free_sizes else max(1, -(-largest // max(1, key.num_tokens)))
-    )
+    return lambda key: max(1, -(-largest // max(1, key.num_tokens)))

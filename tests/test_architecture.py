@@ -1,4 +1,4 @@
-"""The rules that hold over all files: who imports whom, what is exported, what an import starts."""
+"""Rules that hold over all files: who imports whom, what is exported, what an import starts."""
 
 import ast
 import json
