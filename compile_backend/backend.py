@@ -34,6 +34,7 @@ from compile_backend.stitch import buffer_slots, stitch
 from compile_backend.torch_internals import (
     calling_compile,
     compile_behind,
+    fix_numbers_of_modules,
     reaching_the_user,
     shape_env_of,
     storage_id,
@@ -126,6 +127,7 @@ class CudagraphModesBackend:
         config = CompilationConfig.from_options(options)
         for error in unavailable(config):
             raise error
+        fix_numbers_of_modules(graph_module.graph)
         compiled = self._compiled_by(calling_compile())
         start = time.perf_counter()
         plan = plan_graph(graph_module, example_inputs, config)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compile_backend.layout import memory_of
+
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
@@ -49,17 +51,6 @@ class SharedBuffer:
         with torch.inference_mode(False):
             start = self._memory[:needed].view(tensor.dtype)
             return start.as_strided(tensor.size(), tensor.stride())
-
-
-def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All memory between a tensor's first and last element, as one dimension.
-
-    Copying it copies the tensor whatever its layout, also where elements share memory.
-    """
-    extent = 1 + sum(
-        (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
-    )
-    return tensor.as_strided((extent if tensor.numel() else 0,), (1,))
 
 
 @dataclass(slots=True)
@@ -172,6 +163,7 @@ class Pins:
         results = list(held.last)
         for view in held.views:
             results[view.position] = view.of(args, results[view.position])
+            view.address = results[view.position].data_ptr()
         return results
 
     def reset(self) -> None:

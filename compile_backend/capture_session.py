@@ -11,6 +11,7 @@ from compile_backend.context import enter_capture_session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
+    from contextlib import AbstractContextManager
 
 logger = logging.getLogger(__name__)
 
@@ -20,16 +21,27 @@ class _Session:
 
     def __init__(self) -> None:
         self._captures: dict[Hashable, tuple[tuple[int, int], Callable[[], None]]] = {}
+        self._around: set[Callable[[], AbstractContextManager[None]]] = set()
 
-    def add(self, key: Hashable, order: tuple[int, int], capture: Callable[[], None]) -> None:
+    def add(
+        self,
+        key: Hashable,
+        order: tuple[int, int],
+        capture: Callable[[], None],
+        around: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         """Remember one key; the highest order is captured first."""
         self._captures.setdefault(key, (order, capture))
+        self._around.add(around)
 
     def run(self) -> int:
         """Capture every key; return how many there were."""
         ordered = sorted(self._captures.values(), key=lambda item: item[0], reverse=True)
-        for _, capture in ordered:
-            capture()
+        with contextlib.ExitStack() as stack:
+            for around in self._around:
+                stack.enter_context(around())
+            for _, capture in ordered:
+                capture()
         return len(ordered)
 
 

@@ -7,6 +7,7 @@ back to the caller. It decides nothing about modes itself; a dispatcher or the c
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -131,6 +132,8 @@ class CompiledGraph:
         self._has_graphs = has_graphs
         self._growth = growth
         self._seen: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
+        self._one_at_a_time = threading.RLock()
+        self._captured_ahead: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self._num_shapes: Counter[tuple[CUDAGraphMode, int]] = Counter()
         self.stats = stats
 
@@ -162,7 +165,8 @@ class CompiledGraph:
         mode, key = context.cudagraph_runtime_mode, context.batch_descriptor
         if mode is _NONE or key is None:
             return self._without_graph(key or self._rules.reader.read(args), args)
-        return self._with_graph(mode, self._rules.reader.with_sizes(key, args), args, context)
+        key = self._rules.reader.with_sizes(key, args)
+        return self._with_graph(mode, key, args, context)
 
     def reset(self) -> None:
         """Drop every graph and all static memory."""
@@ -172,6 +176,7 @@ class CompiledGraph:
         self._inputs.reset()
         self._outputs.reset()
         self._seen.clear()
+        self._captured_ahead.clear()
         self._num_shapes.clear()
 
     def _plain_call(self, args: Sequence[Any]) -> Sequence[Any]:
@@ -210,14 +215,26 @@ class CompiledGraph:
         return rules.padding.cut(outputs, args)
 
     def _tell_without_graph(self, batch: BatchDescriptor) -> None:
-        if batch.num_tokens and self._rules.has_keys:
+        """Say once why a call found no key."""
+        if not batch.num_tokens or not self._rules.has_keys:
+            return
+        keys = [key for mode in (_PIECEWISE, _FULL) for key in self._rules.exact.keys(mode)]
+        if any(key.num_tokens == batch.num_tokens for key in keys):
             self._warn_once(
                 logger,
-                "no key",
-                "a call of %d tokens runs without a CUDA graph since that is no capture size "
-                "(told once); add it to cudagraph_capture_sizes, or set cudagraph_pad_inputs=True",
+                "no decode",
+                "a call of %d tokens runs without a CUDA graph since the mode has graphs of that "
+                "size for uniform decode batches only (told once)",
                 batch.num_tokens,
             )
+            return
+        self._warn_once(
+            logger,
+            "no key",
+            "a call of %d tokens runs without a CUDA graph since that is no capture size "
+            "(told once); add it to cudagraph_capture_sizes, or set cudagraph_pad_inputs=True",
+            batch.num_tokens,
+        )
 
     def _without_graph(self, batch: BatchDescriptor, args: Sequence[Any]) -> Sequence[Any]:
         self.stats.at(_NONE, batch).steps += 1
@@ -227,6 +244,16 @@ class CompiledGraph:
             return self._programs.plain(args)
 
     def _with_graph(
+        self,
+        mode: CUDAGraphMode,
+        key: BatchDescriptor,
+        args: Sequence[Any],
+        context: ForwardContext,
+    ) -> Sequence[Any]:
+        with self._one_at_a_time:  # graphs and static memory serve one step at a time
+            return self._locked_with_graph(mode, key, args, context)
+
+    def _locked_with_graph(
         self,
         mode: CUDAGraphMode,
         key: BatchDescriptor,
@@ -248,9 +275,11 @@ class CompiledGraph:
             return self._without_graph(key, args)
         stats = self.stats.at(mode, key)
         self._remember(own, static_args)
-        with enter_forward_context(own), self._engine.session():
-            outputs = self._run(mode, static_args)
-        self._inputs.write_back(static_args, args)
+        try:
+            with enter_forward_context(own), self._engine.session():
+                outputs = self._run(mode, static_args)
+        finally:
+            self._inputs.write_back(static_args, args)
         stats.steps += 1
         return self._outputs.give((mode, key), outputs, static_args, args)
 
@@ -263,7 +292,9 @@ class CompiledGraph:
 
     def _may_run(self, mode: CUDAGraphMode, key: BatchDescriptor) -> bool:
         """Whether a key has graphs, or may get them now."""
-        if (mode, key) in self._seen:
+        is_seen = (mode, key) in self._seen
+        is_captured = is_seen if self._rules.is_lazy else (mode, key) in self._captured_ahead
+        if is_captured or (is_seen and current_capture_session() is not None):
             return True
         if not self._rules.is_lazy and current_capture_session() is None:
             self._warn_once(
@@ -299,14 +330,18 @@ class CompiledGraph:
                 (id(self), mode, key),
                 (key.num_tokens, mode.value),
                 lambda: self._capture_ahead(context, static_args),
+                self._engine.session,
             )
 
     def _capture_ahead(self, context: ForwardContext, static_args: list[Any]) -> None:
-        key = context.batch_descriptor
+        mode, key = context.cudagraph_runtime_mode, context.batch_descriptor
         assert key is not None
+        if (mode, key) not in self._seen:
+            return  # reset since
+        self._captured_ahead.add((mode, key))
         with self._engine.session(), enter_forward_context(context):
             try:
-                if context.cudagraph_runtime_mode is _FULL:
+                if mode is _FULL:
                     if not self._full.holds(key):
                         self._full.capture(key, static_args)
                 elif self._programs.capture_pieces is not None:

@@ -17,6 +17,7 @@ from compile_backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from compile_backend.batch import BatchDescriptor
 
@@ -24,8 +25,14 @@ if TYPE_CHECKING:
 class CaptureSession(Protocol):
     """Collects the keys met while it is active, to capture them when it ends."""
 
-    def add(self, key: Hashable, order: tuple[int, int], capture: Callable[[], None]) -> None:
-        """Remember one key: its place in the capture order and how to capture it."""
+    def add(
+        self,
+        key: Hashable,
+        order: tuple[int, int],
+        capture: Callable[[], None],
+        around: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Remember one key: its place in the order, how to capture it, and what to do around."""
 
 
 @dataclass(frozen=True, slots=True)

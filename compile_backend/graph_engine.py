@@ -19,6 +19,7 @@ import torch
 
 from compile_backend.context import ForwardContext, current_forward_context, enter_forward_context
 from compile_backend.errors import CaptureError
+from compile_backend.layout import unexpanded
 from compile_backend.torch_internals import (
     BrokenCaptureError,
     capturing,
@@ -246,15 +247,7 @@ class ReferenceGraph:
             if isinstance(stored, torch.Tensor) and stored.numel():
                 same = stored.data_ptr() == result.data_ptr() and stored.shape == result.shape
                 if not same:
-                    _unexpanded(stored).copy_(_unexpanded(result))
-
-
-def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
-    """One element of each dimension along which all are the same memory."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.size(dim) > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
+                    unexpanded(stored).copy_(unexpanded(result))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx
 
-from compile_backend.boundary import SharedBuffer, memory_of
+from compile_backend.boundary import SharedBuffer
+from compile_backend.layout import memory_of
 from compile_backend.torch_internals import (
     copy_all,
     input_source_name,

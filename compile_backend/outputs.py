@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compile_backend.boundary import memory_of
+from compile_backend.layout import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compile_backend.inputs import InputClass
+from compile_backend.layout import memory_of, unexpanded
 from compile_backend.split import Computed
 from compile_backend.torch_internals import free_symbols_of, sizes_are_allowed, storage_id
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from compile_backend.inputs import GraphInput
     from compile_backend.split import SplitGraph
@@ -34,6 +35,7 @@ class RowPadding:
         self._shape_env = shape_env
         fakes = [split.values[name] for name in split.inputs]
         tensors = [i for i, item in enumerate(inputs) if item.kind is InputClass.CALLER]
+        self._fakes = fakes
         self._sizes = {
             i: fakes[i].node.expr
             for i, item in enumerate(inputs)
@@ -88,11 +90,15 @@ class RowPadding:
     def pad(self, args: Sequence[Any], rows: int) -> list[Any]:
         """The inputs with zero rows added."""
         grown = list(args)
+        sizes = {**{expr: args[i] for i, expr in self._sizes.items()}, self._symbol: rows}
         for i in self._padded:
-            missing = rows - args[i].shape[0]
-            grown[i] = torch.nn.functional.pad(
-                args[i], (0, 0) * (args[i].dim() - 1) + (0, missing)
-            )
+            layout = [
+                tuple(_evaluated(number, sizes) for number in numbers)
+                for numbers in (self._fakes[i].size(), self._fakes[i].stride())
+            ]
+            grown[i] = torch.empty_strided(*layout, dtype=args[i].dtype, device=args[i].device)
+            memory_of(grown[i]).zero_()
+            unexpanded(grown[i][: args[i].shape[0]]).copy_(unexpanded(args[i]))
         for i, expr in self._sizes.items():
             if expr == self._symbol:
                 grown[i] = rows
@@ -124,10 +130,17 @@ class RowPadding:
         """Bring what was written to padded inputs back to the caller's tensors."""
         for i in positions:
             if i in self._padded:
-                args[i].copy_(grown[i][: args[i].shape[0]])
+                unexpanded(args[i]).copy_(unexpanded(grown[i][: args[i].shape[0]]))
 
 
 def _value(split: SplitGraph, output: Any) -> Any:
     if isinstance(output, str):
         return split.values.get(output)
     return output.value if isinstance(output, Computed) else None
+
+
+def _evaluated(number: Any, sizes: Mapping[Any, int]) -> int:
+    """A symbolic size or stride, with numbers for its symbols."""
+    if isinstance(number, torch.SymInt):
+        return int(number.node.expr.xreplace(dict(sizes)))
+    return int(number)

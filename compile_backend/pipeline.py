@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from passes.additive_mask import AdditiveMaskPass
+from passes.constant_tensors import ConstantTensorsPass
 from passes.decompose_sizes import DecomposeSizesPass
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def passes_before_split() -> tuple[GraphPass, ...]:
     """In the order they run."""
-    return (DecomposeSizesPass(), AdditiveMaskPass())
+    return (DecomposeSizesPass(), ConstantTensorsPass(), AdditiveMaskPass())
 
 
 def prepare_for_split(graph_module: torch.fx.GraphModule) -> None:

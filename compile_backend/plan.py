@@ -120,9 +120,10 @@ def plan_graph(
     names = config.splitting_ops if config.splitting_ops is not None else default_splitting_ops()
     prepare_for_split(graph_module)
     needs_grad = _needs_grad(graph_module.graph, example_inputs)
-    reshaped = _reshaped_in_place(graph_module.graph)
-    cuts = SplittingOps(() if reshaped else names)
-    split = split_graph(graph_module, cuts, keep_grad_mode=needs_grad)
+    split = split_graph(graph_module, SplittingOps(names), keep_grad_mode=needs_grad)
+    uncuttable = _reshaped_in_place(graph_module.graph) or _number_crosses(split)
+    if uncuttable:
+        split = split_graph(graph_module, SplittingOps(()), keep_grad_mode=needs_grad)
     device = _device_of(example_inputs, split)
     support = {
         name: support_level(name, config.attention_support)
@@ -133,11 +134,15 @@ def plan_graph(
     uncapturable = {
         piece.name: reason
         for piece in split.pieces
-        if (reason := reshaped or _why_uncapturable(piece, device, data_dependent)) is not None
+        if (reason := uncuttable or _why_uncapturable(piece, device, data_dependent)) is not None
     }
     piecewise = bool(split.eager_sections)
     asked = config.cudagraph_mode or default_mode(piecewise=piecewise, pooling=config.pooling)
-    notes = [f"FULL is out since {name} {reason}" for name, reason in uncapturable.items()]
+    notes = []
+    if uncapturable:
+        name, reason = next(iter(uncapturable.items()))
+        others = f", and {len(uncapturable) - 1} more pieces" if len(uncapturable) > 1 else ""
+        notes.append(f"no graph can hold {name}{others}: it {reason}")
     query_len = config.uniform_decode_query_len
     resolution = resolve_cudagraph_mode(
         asked,
@@ -202,6 +207,16 @@ def _reshaped_in_place(graph: torch.fx.Graph) -> str | None:
     return None
 
 
+def _number_crosses(split: SplitGraph) -> str | None:
+    """Why a graph cannot be cut: a piece would take a number that only the data tells."""
+    numbers = (torch.SymFloat, torch.SymBool)
+    for piece in split.pieces:
+        for name in piece.inputs:
+            if isinstance(split.values[name], numbers):
+                return f"reads a number from data that a later piece needs ({name})"
+    return None
+
+
 def _device_of(example_inputs: Sequence[Any], split: SplitGraph) -> torch.device:
     """The first device that is not the CPU, among inputs and then all values."""
     values = (*example_inputs, *split.values.values())
@@ -229,9 +244,13 @@ def _why_uncapturable(
 ) -> str | None:
     """Why no graph can hold a piece; None where one can."""
     has_work = False
+    constants: set[torch.fx.Node] = set()
     for node in piece.module.graph.nodes:
         value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor) and value.device != device:
+        if node.op.startswith("call_") and constants.issuperset(node.all_input_nodes):
+            constants.add(node)
+        is_elsewhere = isinstance(value, torch.Tensor) and value.device != device
+        if is_elsewhere and not (node in constants and value.dim() == 0):
             return f"works on {value.device} ({node.name})"
         if node.name in data_dependent:
             return f"has a size or number that depends on data ({node.name})"
@@ -252,7 +271,7 @@ def _data_dependent(graph: torch.fx.Graph) -> frozenset[str]:
     return frozenset(
         name
         for name, value in values.items()
-        if isinstance(value, (torch.SymFloat, torch.SymBool))
+        if (isinstance(value, (torch.SymFloat, torch.SymBool)) and free_symbols_of(value) - known)
         or (isinstance(value, _SIZED) and data_dependent_symbols(value) - known)
     )
 

@@ -17,7 +17,7 @@ import torch.fx
 
 from compile_backend.op_names import SplittingOps, op_name
 from compile_backend.split_regions import Region, RegionWriter, region_of_nodes
-from compile_backend.torch_internals import storage_id
+from compile_backend.torch_internals import is_number_input, storage_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -161,10 +161,12 @@ def _runs_once(node: torch.fx.Node) -> bool:
 
 
 def is_copied_scalar(node: torch.fx.Node) -> bool:
-    """Whether a node computes a number from the graph's own sizes alone."""
+    """Whether a node computes a number from the graph's own sizes and numbers alone."""
     value = node.meta.get("example_value")
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return False
+    if node.target == "item":  # a caller's number, read where it is needed
+        return all(is_number_input(arg) for arg in node.all_input_nodes)
     if node.op != "call_function" or node.kwargs:
         return False
     return all(

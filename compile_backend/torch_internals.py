@@ -76,7 +76,10 @@ def storage_id(value: object) -> int | None:
     """An identity of the memory behind a (fake) tensor; None where there is none."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    return int(value.untyped_storage()._cdata)
+    try:
+        return int(value.untyped_storage()._cdata)
+    except NotImplementedError:  # wrappers, such as those that function transforms leave
+        return None
 
 
 def is_static_address(node: torch.fx.Node, value: object) -> bool:
@@ -100,6 +103,48 @@ def input_source_name(node: torch.fx.Node) -> str:
     except NotImplementedError:
         name = None
     return str(name) if name else node.name
+
+
+def fix_numbers_of_modules(graph: torch.fx.Graph) -> None:
+    """Have Dynamo trace again with the float attributes of modules as constants, guarded.
+
+    With dynamic shapes Dynamo hands floats over as tensors on the CPU and reads them back in the
+    graph. An epsilon or a dropout rate would so put host work into every piece, which no CUDA
+    graph can hold. Floats that callers pass stay free.
+
+    Raises:
+        TensorifyScalarRestartAnalysis: for Dynamo, which starts over. Not raised a second time.
+    """
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    symbols = [
+        node.meta["example_value"].item_memo.node._expr.name
+        for node in graph.nodes
+        if is_number_input(node) and _belongs_to_module(node)
+    ]
+    symbols = [symbol for symbol in symbols if not TensorifyState.should_specialize(symbol)]
+    for symbol in symbols:
+        TensorifyState.specialize(symbol)
+    if symbols:
+        raise TensorifyScalarRestartAnalysis
+
+
+def is_number_input(node: torch.fx.Node) -> bool:
+    """Whether a graph input is a Python float that Dynamo hands over as a tensor on the CPU."""
+    memo = getattr(node.meta.get("example_value"), "item_memo", None)
+    return (
+        node.op == "placeholder"
+        and isinstance(memo, torch.SymFloat)
+        and hasattr(memo.node._expr, "name")
+        and all(user.target == "item" for user in node.users)
+    )
+
+
+def _belongs_to_module(node: torch.fx.Node) -> bool:
+    source: Any = getattr(node, "_dynamo_source", None)
+    kind = getattr(source, "guard_source", None)
+    return "NN_MODULE" in str(kind() if callable(kind) else kind)
 
 
 # --- who called the backend ------------------------------------------------------------------

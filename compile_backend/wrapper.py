@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compile_backend.batch import BatchDescriptor, graph_key
-from compile_backend.boundary import memory_of
 from compile_backend.config import CUDAGraphMode
 from compile_backend.context import current_capture_session, current_forward_context
 from compile_backend.errors import CaptureError, ConfigError
 from compile_backend.graph_engine import Trial
+from compile_backend.layout import memory_of
 from compile_backend.stats import GraphStats, KeyStats
 from compile_backend.torch_internals import tree_leaves, tree_map
 

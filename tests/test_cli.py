@@ -1,0 +1,260 @@
+"""The command line on a tiny random model: results, exit status, and what goes to which stream."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from compile_backend.cli import main
+from compile_backend.llm import comparison
+from compile_backend.llm.comparison import Comparison
+from compile_backend.llm.generate import Generation
+from compile_backend.stats import Report
+
+EAGER_PIECES = {"piece_compiler": "eager"}
+PROMPT = "what is this what is this what is"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights and tokenizer of a two-layer Llama, as `save_pretrained` leaves them."""
+    directory = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        eos_token_id=None,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(directory)
+    words = {"[UNK]": 0, "what": 1, "is": 2, "this": 3}
+    words |= {f"word{number}": number for number in range(4, 64)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(
+        directory
+    )
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch.compiler.reset()
+
+
+def _arguments(
+    command: str, model: Path | str, config: dict[str, Any] | str | None = None, *more: str
+) -> list[str]:
+    text = config if isinstance(config, str) else json.dumps({**EAGER_PIECES, **(config or {})})
+    given = [command, "--model", str(model), "--device", "cpu", "--compilation-config", text]
+    return [*given, *more]
+
+
+def _generate_json(
+    capsys: pytest.CaptureFixture[str], model: Path, config: dict[str, Any], *more: str
+) -> dict[str, Any]:
+    arguments = _arguments("generate", model, config, "--max-new-tokens", "6", "--json", *more)
+    assert main(arguments) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def _count(told: dict[str, Any], counted: str, mode: str) -> int:
+    rows = told["stats"]["by_key"]
+    return sum(row[counted] for row in rows if row["mode"] == mode)
+
+
+def test_generate_shows_text_and_counts(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--prompt", PROMPT, "--max-new-tokens", "6")
+    assert main(_arguments("generate", model_dir, None, *more)) == 0
+    shown = capsys.readouterr()
+    assert "word" in shown.out
+    assert "all 6 equal the eager run's" in " ".join(shown.out.split())
+    for text in ("mode asked", "mode resolved", "pieces", "replays", "NONE", "tokens/s", "x)"):
+        assert text in shown.out
+    for phase in ("load", "eager run", "compile and capture", "compiled run"):
+        assert f"{phase}" in shown.err
+
+
+def test_generate_replays_prefill_and_decode(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The prompt has 8 tokens, which is a capture size: pieces; a decode step: one graph."""
+    told = _generate_json(capsys, model_dir, {}, "--prompt", PROMPT)
+    assert told["tokens_equal"]
+    assert told["compiled"]["token_ids"] == told["eager"]["token_ids"]
+    assert told["compiled"]["num_prompt_tokens"] == 8
+    assert told["stats"]["mode_asked"] == ["FULL_AND_PIECEWISE"]
+    assert (told["stats"]["graphs"], told["stats"]["pieces"]) == (2, 6)
+    assert _count(told, "captures", "FULL") == 1
+    assert _count(told, "captures", "PIECEWISE") == 3
+    # Two short answers before (a warm-up, then the capture), then five decode steps.
+    assert _count(told, "steps", "FULL") == 7
+    assert _count(told, "steps", "PIECEWISE") == 3
+    assert _count(told, "steps", "NONE") == 0
+
+
+def test_generate_runs_other_sizes_without_a_graph(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = _generate_json(capsys, model_dir, {}, "--prompt", "what is this")
+    assert told["tokens_equal"]
+    assert _count(told, "steps", "NONE") == 3
+    assert _count(told, "steps", "FULL") == 7
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY"])
+def test_generate_in_other_modes(
+    model_dir: Path, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    config = {"cudagraph_mode": mode, "cudagraph_capture": "ahead"}
+    told = _generate_json(capsys, model_dir, config, "--prompt", PROMPT)
+    assert told["tokens_equal"]
+    assert told["stats"]["mode_resolved"] == [mode]
+
+
+def test_generate_takes_token_ids_and_dtype(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--prompt-ids", "3", "5", "7", "--dtype", "float32")
+    told = _generate_json(capsys, model_dir, {}, *more)
+    assert told["prompt"] == [3, 5, 7]
+    assert told["dtype"] == "float32"
+
+
+def test_generate_tells_a_difference(
+    model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answered(*token_ids: int) -> Generation:
+        return Generation(
+            token_ids=token_ids, text="", num_prompt_tokens=8, prefill_s=0.5, step_s=(0.25, 0.25)
+        )
+
+    different = Comparison(
+        eager=answered(5, 6, 7),
+        compiled=answered(5, 9, 7),
+        first_calls_s=1.0,
+        stats=Report(1, 1, 0, 1, 0.5, 0.0, ("FULL",), ("NONE",), ("FULL becomes NONE",), {}),
+    )
+    monkeypatch.setattr(comparison, "compare_with_eager", lambda *_, **__: different)
+    assert main(_arguments("generate", model_dir)) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "DIFFER from the eager run's after 1 of 3" in shown
+    assert "FULL becomes NONE" in shown
+    assert "4.0 tokens/s, eager 4.0 (1.00 x)" in shown
+
+
+def test_explain_shows_prefill_and_decode(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(_arguments("explain", model_dir, None, "--prompt", PROMPT)) == 0
+    shown = capsys.readouterr().out
+    assert "prefill call" in shown
+    assert "decode call" in shown
+    assert "scaled_dot_product_attention" in shown
+    assert "graphs planned" in shown
+
+
+def test_explain_as_json(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"cudagraph_mode": "FULL"}
+    assert main(_arguments("explain", model_dir, config, "--prompt", PROMPT, "--json")) == 0
+    told = json.loads(capsys.readouterr().out)
+    (prefill,), (decode,) = told["prefill"]["graphs"], told["decode"]["graphs"]
+    assert prefill["call"]["num_tokens"] == 8
+    assert (decode["call"]["num_tokens"], decode["call"]["uniform"]) == (1, True)
+    assert prefill["call_mode"] == decode["call_mode"] == "FULL"
+    assert prefill["caller_inputs"] == ["input_ids", "position_ids"]
+    assert told["decode"]["num_graphs"] == 1
+
+
+@pytest.mark.parametrize("command", ["generate", "explain"])
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ("{bad", "is not JSON"),
+        ("[1]", "must be a mapping"),
+        ('{"cudagraph_mod": "FULL"}', "did you mean cudagraph_mode"),
+        ('{"cudagraph_mode": "HALF"}', "cudagraph_mode='HALF' is not a mode"),
+        ('{"cache_dir": "here"}', "is not available"),
+    ],
+)
+def test_wrong_config(
+    capsys: pytest.CaptureFixture[str], command: str, config: str, text: str
+) -> None:
+    """Found before the model is even looked for."""
+    assert main(_arguments(command, "nowhere/at/all", config)) == 2
+    shown = capsys.readouterr()
+    assert text in shown.err
+    assert shown.out == ""
+
+
+def test_mode_that_cannot_be_had(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Raised inside of Dynamo, shown like any other."""
+    config = {
+        "cudagraph_mode": "FULL",
+        "strict": True,
+        "attention_support": {"torch._C._nn.scaled_dot_product_attention": "NEVER"},
+    }
+    more = ("--prompt", PROMPT, "--max-new-tokens", "3")
+    assert main(_arguments("generate", model_dir, config, *more)) == 2
+    shown = capsys.readouterr()
+    assert "cudagraph-modes: cudagraph_mode=FULL cannot be had" in shown.err
+    assert "Traceback" not in shown.err
+
+
+def test_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(_arguments("generate", "./no/such/model")) == 2
+    assert "model='./no/such/model' does not exist" in capsys.readouterr().err
+
+
+def test_wrong_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--device", "toaster"]) == 2
+    assert "--device='toaster' cannot be used" in capsys.readouterr().err
+
+
+def test_text_longer_than_the_model(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("--prompt", PROMPT, "--max-new-tokens", "100")
+    assert main(_arguments("generate", model_dir, None, *more)) == 2
+    assert "max_new_tokens=100" in capsys.readouterr().err
+
+
+def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["generate", "--no-such-thing"])
+    assert exit_info.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_logging_is_left_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    package = logging.getLogger("compile_backend")
+    before = (package.level, list(package.handlers))
+    main(_arguments("generate", "./no/such/model"))
+    assert (package.level, list(package.handlers)) == before
+
+
+def test_module_is_the_command() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "compile_backend", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "generate" in shown
+    assert "explain" in shown

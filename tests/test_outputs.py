@@ -1,0 +1,210 @@
+"""Callers get memory of their own: copies of results, views of their own inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from toy import FULL, WIDTH, Twin, compiled, rows
+
+from compile_backend.outputs import OutputReturns
+
+attn_new = torch.ops.toy.attn_new
+
+
+def give(
+    outputs: list[Any], static_args: list[Any], args: list[Any], *, clone: bool = True
+) -> list[Any]:
+    return OutputReturns(clone=clone).give("key", outputs, static_args, args)
+
+
+def test_results_are_copied():
+    output = torch.ones(4)
+    (returned,) = give([output], [], [])
+    output.fill_(9)
+    assert returned.tolist() == [1.0] * 4
+
+
+def test_results_are_handed_on_if_asked():
+    output = torch.ones(4)
+    assert give([output], [], [], clone=False)[0] is output
+
+
+def test_constants_are_handed_on():
+    assert give([None, 3, "text", 2.5], [], []) == [None, 3, "text", 2.5]
+
+
+@pytest.mark.parametrize("clone", [True, False])
+def test_a_view_of_an_input_views_the_callers(clone):
+    static, mine = torch.ones(4, 4), torch.full((4, 4), 2.0)
+    (returned,) = give([static[1:].t()], [static], [mine], clone=clone)
+    assert returned.data_ptr() == mine[1:].data_ptr()
+    torch.testing.assert_close(returned, mine[1:].t())
+
+
+def test_a_view_of_an_input_at_another_offset_views_the_callers():
+    static, mine = torch.ones(4), torch.arange(8.0)[4:]
+    (returned,) = give([static[1:]], [static], [mine])
+    assert returned.tolist() == [5.0, 6.0, 7.0]
+
+
+def test_results_in_one_memory_stay_together():
+    memory = torch.arange(8.0)
+    left, right, whole = give([memory[:4], memory[4:], memory.view(2, 4)], [], [])
+    whole.zero_()
+    assert not left.any()
+    assert not right.any()
+    assert memory.any()
+
+
+def test_an_expanded_result_keeps_its_layout():
+    output = torch.ones(1, 4).expand(3, 4)
+    (returned,) = give([output], [], [])
+    assert returned.stride() == (0, 1)
+    torch.testing.assert_close(returned, output)
+
+
+def test_results_of_several_dtypes_in_one_memory_are_right():
+    memory = torch.arange(4.0)
+    first, second = give([memory, memory.view(torch.int32)], [], [])
+    torch.testing.assert_close(first, memory)
+    torch.testing.assert_close(second, memory.view(torch.int32))
+
+
+# --- through the backend ----------------------------------------------------------------------
+
+
+def same_twice(x: torch.Tensor) -> Any:
+    y = attn_new(x * 2) + 1
+    return y, y
+
+
+def the_input(x: torch.Tensor) -> Any:
+    return x, attn_new(x * 2) + 1, x
+
+
+def the_written_input(x: torch.Tensor) -> Any:
+    x.mul_(2)
+    return attn_new(x) + 1, x, x[1:]
+
+
+def views_of_the_input(x: torch.Tensor) -> Any:
+    return attn_new(x * 2) + 1, x[1:], x.t(), x.view(-1)
+
+
+def nothing(x: torch.Tensor) -> Any:
+    attn_new(x * 2)
+
+
+def none_and_constants(x: torch.Tensor) -> Any:
+    return None, attn_new(x * 2) + 1, 3, x.shape[0], 2.5
+
+
+def no_dimension(x: torch.Tensor) -> Any:
+    return (attn_new(x * 2) + 1).sum(), x.new_empty(0, 3) + 1
+
+
+def attention_last(x: torch.Tensor) -> Any:
+    return attn_new(x * 2)
+
+
+def attention_output(x: torch.Tensor) -> Any:
+    x = x * 2
+    out = torch.empty_like(x)
+    torch.ops.toy.attn_out(x, out)
+    return out
+
+
+def halves(x: torch.Tensor) -> Any:
+    left, right = (attn_new(x * 2) + 1).chunk(2, -1)
+    return left, right
+
+
+def viewed_output(x: torch.Tensor) -> Any:
+    x = x * 2
+    out = torch.empty_like(x)
+    torch.ops.toy.attn_out(x, out)
+    return out.view(-1, 2, WIDTH // 2), out
+
+
+def expanded(x: torch.Tensor) -> Any:
+    return (attn_new(x * 2) + 1).sum(0, keepdim=True).expand(4, WIDTH)
+
+
+def other_dtype(x: torch.Tensor) -> Any:
+    return attn_new(x * 2) + 1, x.view(torch.int32)
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(same_twice, the_input, the_written_input, views_of_the_input, nothing),
+        *(none_and_constants, no_dimension, attention_last, attention_output, halves),
+        *(viewed_output, expanded, other_dtype),
+    ],
+)
+def test_outputs_equal_eagers_and_last(function, mode):
+    both = Twin(function, cudagraph_mode=mode)
+    earlier = []
+    for _ in range(4):
+        results = both(rows(4))
+        results = results if isinstance(results, tuple) else (results,)
+        for kept, values in earlier:
+            torch.testing.assert_close(kept, values)
+        earlier.append((results, [r.clone() if torch.is_tensor(r) else r for r in results]))
+
+
+def test_a_callers_write_to_a_result_does_not_reach_the_graph():
+    both = Twin(same_twice, cudagraph_mode="FULL")
+    for _ in range(4):
+        both(rows(4))[0].fill_(7)
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_results_not_copied_are_right_until_the_next_call(mode):
+    run = compiled(same_twice, cudagraph_mode=mode, cudagraph_clone_outputs=False)
+    addresses = []
+    with torch.no_grad():
+        for _ in range(4):
+            x = rows(4)
+            actual = run(x)
+            torch.testing.assert_close(actual, same_twice(x))
+            addresses.append(actual[0].data_ptr())
+    assert addresses[2] == addresses[3]
+
+
+def test_two_modules_do_not_overwrite_what_the_other_returned():
+    first = compiled(lambda x: attn_new(x * 2) + 1, cudagraph_clone_outputs=False)
+    second = compiled(lambda x: attn_new(x * 3) + 2, cudagraph_clone_outputs=False)
+    with torch.no_grad():
+        for _ in range(4):
+            x = rows(4)
+            result = first(x)
+            expected = result.clone()
+            second(x)
+            torch.testing.assert_close(result, expected)
+
+
+def test_a_loop_that_feeds_a_result_back():
+    def function(x: torch.Tensor, state: torch.Tensor) -> Any:
+        state = state + attn_new(x)
+        return state * 2, state
+
+    for clone in (True, False):
+        run = compiled(function, cudagraph_mode="FULL", cudagraph_clone_outputs=clone)
+        state, eager_state = torch.zeros(4, WIDTH), torch.zeros(4, WIDTH)
+        with torch.no_grad():
+            for _ in range(5):
+                x = rows(4)
+                out, state = run(x, state)
+                eager_out, eager_state = function(x, eager_state)
+                torch.testing.assert_close((out, state), (eager_out, eager_state))
+
+
+def test_copies_are_of_the_right_mode():
+    both = Twin(same_twice, cudagraph_mode="FULL")
+    for _ in range(3):
+        both(rows(4))
+    assert both.stats.total("replays", FULL) == 2
