@@ -8,6 +8,7 @@ from torch import nn
 
 from compile_backend.pipeline import passes_before_split
 from passes.additive_mask import AdditiveMaskPass
+from passes.constant_tensors import ConstantTensorsPass
 from passes.decompose_sizes import DecomposeSizesPass
 
 sdpa = nn.functional.scaled_dot_product_attention
@@ -143,3 +144,22 @@ class TestAdditiveMask:
             return sdpa(q, k, v, is_causal=kind == "causal") + mask.sum()
 
         assert rewritten(layer, AdditiveMaskPass(), *self.qkv(), mask)[0] == 0
+
+
+class TestConstantTensors:
+    @pytest.mark.parametrize(
+        ("number", "kwargs"), [(0.5, {}), (3, {}), (True, {}), (2, {"dtype": torch.float64})]
+    )
+    def test_a_scalar_is_filled(self, number, kwargs):
+        def function(x):
+            return torch.where(x > 0, torch.tensor(number, **kwargs), x)
+
+        changed, graph = rewritten(function, ConstantTensorsPass(), torch.randn(4), dynamic=False)
+        assert changed == 1
+        assert not calls(graph, torch.tensor)
+
+    def test_lists_are_left_alone(self):
+        changed, _ = rewritten(
+            lambda x: x + torch.tensor([1.0, 2.0]), ConstantTensorsPass(), torch.randn(2)
+        )
+        assert changed == 0
