@@ -265,7 +265,6 @@ class CompiledGraph:
             mode, key = _PIECEWISE, graph_key(_PIECEWISE, key)
         if mode is _PIECEWISE and self._programs.piecewise is None:
             return self._without_graph(key, args)
-        own = ForwardContext(context.attn_metadata, mode, key, context.extra)
         if not self._may_run(mode, key):
             return self._without_graph(key, args)
         static_args, has_moved = self._inputs.load(key, args, self._growth(key))
@@ -274,21 +273,34 @@ class CompiledGraph:
         if self._inputs.overlaps(key, args):
             return self._without_graph(key, args)
         stats = self.stats.at(mode, key)
-        self._remember(own, static_args)
-        try:
-            with enter_forward_context(own), self._engine.session():
-                outputs = self._run(mode, static_args)
-        finally:
+        outputs = self._full.replay_held(key) if mode is _FULL else None
+        if outputs is not None:
             self._inputs.write_back(static_args, args)
+        else:
+            outputs = self._run(mode, key, static_args, args, context)
         stats.steps += 1
         return self._outputs.give((mode, key), outputs, static_args, args)
 
-    def _run(self, mode: CUDAGraphMode, static_args: list[Any]) -> Sequence[Any]:
-        if mode is _FULL:
-            outputs: Sequence[Any] = self._full(*static_args)
-            return outputs
-        assert self._programs.piecewise is not None
-        return self._programs.piecewise(static_args)
+    def _run(
+        self,
+        mode: CUDAGraphMode,
+        key: BatchDescriptor,
+        static_args: list[Any],
+        args: Sequence[Any],
+        context: ForwardContext,
+    ) -> Sequence[Any]:
+        """Run the step under its key: warm up, capture or replay, as the wrappers find it."""
+        own = ForwardContext(context.attn_metadata, mode, key, context.extra)
+        self._remember(own, static_args)
+        try:
+            with enter_forward_context(own), self._engine.session():
+                if mode is _FULL:
+                    outputs: Sequence[Any] = self._full(*static_args)
+                    return outputs
+                assert self._programs.piecewise is not None
+                return self._programs.piecewise(static_args)
+        finally:
+            self._inputs.write_back(static_args, args)
 
     def _may_run(self, mode: CUDAGraphMode, key: BatchDescriptor) -> bool:
         """Whether a key has graphs, or may get them now."""

@@ -6,6 +6,7 @@ callers' tensors are new in every step. Nothing here knows modes or pieces.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from compile_backend.torch_internals import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
 
 class InputClass(Enum):
@@ -113,6 +114,7 @@ class InputBuffers:
         fixed = [i for i, kind in enumerate(kinds) if kind in still]
         self.copied = tuple(moving) if copy_inputs else ()
         self._fixed = fixed if copy_inputs else sorted((*fixed, *moving))
+        self._pick_fixed = _picker(self._fixed)
         self._written = tuple(i for i in self._fixed if i in mutated)
         self.written_back = tuple(i for i in self.copied if i in mutated)
         self._buffers = {i: SharedBuffer(device) for i in self.copied}
@@ -140,7 +142,7 @@ class InputBuffers:
             loaded = self._loaded[key] = self._make(args, growth)
             has_moved = False
         else:
-            addresses = _addresses(args, self._fixed)
+            addresses = _addresses(self._pick_fixed(args))
             has_moved = addresses != loaded.addresses
             if has_moved:
                 self._look_at(loaded, args)
@@ -205,15 +207,21 @@ class InputBuffers:
 
     def _look_at(self, loaded: _Loaded, args: Sequence[Any]) -> None:
         """Note where the inputs are that are not copied."""
-        loaded.addresses = _addresses(args, self._fixed)
+        loaded.addresses = _addresses(self._pick_fixed(args))
         if self.copied:
             loaded.memories = _memories(args, self._fixed)
             loaded.written_memories = _memories(args, self._written)
 
 
-def _addresses(args: Sequence[Any], positions: Sequence[int]) -> list[int]:
-    """Where the tensors at these positions are; asked for hundreds of weights in every step."""
-    return [*map(torch.Tensor.data_ptr, [args[i] for i in positions])]
+def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Picks the inputs at these positions; hundreds of weights in every step."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda args: [args[i] for i in positions]
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [*map(torch.Tensor.data_ptr, tensors)]
 
 
 def _memories(args: Sequence[Any], positions: Sequence[int]) -> frozenset[int]:
