@@ -132,7 +132,7 @@ class CudagraphModesBackend:
         start = time.perf_counter()
         plan = plan_graph(graph_module, example_inputs, config)
         _tell(plan, compiled.warn_once)
-        built = _build(plan, config, self._engine(plan.device), compiled.warn_once)
+        built = _build(plan, config, self._engine(plan.device, config), compiled.warn_once)
         compiled.graphs.append(built)
         logger.info(
             "%d pieces (%d distinct) and %d eager sections at %s in %.1f s; %d graphs planned",
@@ -173,11 +173,16 @@ class CudagraphModesBackend:
         for built in self._graphs_of(compiled):
             built.graph.reset()
 
-    def _engine(self, device: torch.device) -> GraphEngine:
-        engine = self._engines.get(device)
+    def _engine(self, device: torch.device, config: CompilationConfig) -> GraphEngine:
+        """The device's engine; one of its own for a graph whose outputs are not copied.
+
+        In a shared memory pool the replay of another graph may overwrite them.
+        """
+        engine = self._engines.get(device) if config.cudagraph_clone_outputs else None
         if engine is None:
             engine = CudaEngine(device) if device.type == "cuda" else ReferenceEngine(device)
-            self._engines[device] = engine
+            if config.cudagraph_clone_outputs:
+                self._engines[device] = engine
         return engine
 
     def _compiled_by(self, owner: object | None) -> _Compiled:

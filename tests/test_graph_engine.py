@@ -91,9 +91,10 @@ def test_a_replay_sees_the_context_of_its_capture(engine):
         return x * context.attn_metadata
 
     x, key = ones(engine), BatchDescriptor(4, 4)
-    with set_forward_context(scale * 3, cudagraph_runtime_mode=PIECEWISE, batch_descriptor=key):
+    three, hundred = scale * 3, scale * 100  # a graph keeps neither alive
+    with set_forward_context(three, cudagraph_runtime_mode=PIECEWISE, batch_descriptor=key):
         _, graph = captured(engine, scaled, (x,))
-    with set_forward_context(scale * 100):
+    with set_forward_context(hundred):
         graph.replay()
     assert graph.outputs.tolist() == [3.0] * 4
     graph.replay()
