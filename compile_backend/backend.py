@@ -417,15 +417,16 @@ def _mutated_graph_inputs(plan: GraphPlan, pieces: Mapping[str, CompiledPiece]) 
 def _call_rules(plan: GraphPlan, config: CompilationConfig) -> CallRules:
     query_len, reader = config.uniform_decode_query_len, plan.reader
     is_lazy = config.cudagraph_capture == "lazy"
-    has_keys = plan.mode is not CUDAGraphMode.NONE
+    modes = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+    sizes = frozenset(key.num_tokens for mode in modes for key in plan.dispatcher.keys(mode))
     if not config.cudagraph_pad_inputs:
-        return CallRules(reader, plan.dispatcher, None, None, has_keys, is_lazy)
+        return CallRules(reader, plan.dispatcher, None, None, sizes, is_lazy)
     padded = CudagraphDispatcher(
         config, max_num_seqs=config.max_num_seqs, uniform_decode_query_len=query_len
     )
     padded.initialize_cudagraph_keys(plan.resolution.mode)
     padding = RowPadding(plan.split, plan.inputs, shape_env_of(plan.split.values.values()))
-    return CallRules(reader, plan.dispatcher, padded, padding, has_keys, is_lazy)
+    return CallRules(reader, plan.dispatcher, padded, padding, sizes, is_lazy)
 
 
 def _growth(plan: GraphPlan) -> Callable[[BatchDescriptor], int]:

@@ -77,7 +77,7 @@ class CallRules:
         exact: keys for calls as they are.
         padded: keys for calls that may grow; None where they may not.
         padding: grows them.
-        has_keys: whether the resolved mode has any key.
+        sizes: the numbers of tokens that the resolved mode has keys for.
         is_lazy: whether keys are captured when met, outside of `capture()`.
     """
 
@@ -85,7 +85,7 @@ class CallRules:
     exact: CudagraphDispatcher
     padded: CudagraphDispatcher | None
     padding: RowPadding | None
-    has_keys: bool
+    sizes: frozenset[int]
     is_lazy: bool
 
 
@@ -150,9 +150,7 @@ class CompiledGraph:
         if not self._has_graphs or self._engine.is_capturing():
             return self._programs.plain(args)
         context = current_forward_context()
-        if context is None:
-            return self._plain_call(args)
-        if context_set_by() is SetBy.PLAIN_CALL:
+        if context is None or context_set_by() is SetBy.PLAIN_CALL:
             return self._plain_call(args)
         if context_set_by() is SetBy.GRAPH:
             self._warn_once(
@@ -216,10 +214,9 @@ class CompiledGraph:
 
     def _tell_without_graph(self, batch: BatchDescriptor) -> None:
         """Say once why a call found no key."""
-        if not batch.num_tokens or not self._rules.has_keys:
+        if not batch.num_tokens or not self._rules.sizes:
             return
-        keys = [key for mode in (_PIECEWISE, _FULL) for key in self._rules.exact.keys(mode)]
-        if any(key.num_tokens == batch.num_tokens for key in keys):
+        if batch.num_tokens in self._rules.sizes:
             self._warn_once(
                 logger,
                 "no decode",
