@@ -94,10 +94,15 @@ def is_static_address(node: torch.fx.Node, value: object) -> bool:
     )
 
 
+def _source_of(node: torch.fx.Node) -> Any:
+    """Where a graph input comes from; copies of a graph have it in their metadata only."""
+    source = getattr(node, "_dynamo_source", None)
+    return source or getattr(node.meta.get("grapharg"), "source", None)
+
+
 def input_source_name(node: torch.fx.Node) -> str:
     """How the user would write this graph input, such as `L['self'].lm_head.weight`."""
-    source = getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", None)
+    name = getattr(_source_of(node), "name", None)
     try:
         name = name() if callable(name) else name
     except NotImplementedError:
@@ -142,7 +147,7 @@ def is_number_input(node: torch.fx.Node) -> bool:
 
 
 def _belongs_to_module(node: torch.fx.Node) -> bool:
-    source: Any = getattr(node, "_dynamo_source", None)
+    source = _source_of(node)
     kind = getattr(source, "guard_source", None)
     return "NN_MODULE" in str(kind() if callable(kind) else kind)
 
