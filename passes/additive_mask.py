@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from passes.reading import has_only_readers
+
 
 class AdditiveMaskPass:
     """Numerics-preserving: does what attention itself does with a boolean mask, but once."""
@@ -37,7 +39,7 @@ class AdditiveMaskPass:
             if node.target is not torch.nn.functional.scaled_dot_product_attention:
                 continue
             mask = _mask_of(node)
-            if mask is None or _may_be_written(graph, mask):
+            if mask is None or not has_only_readers(graph, mask):
                 continue
             dtype = node.args[0].meta["example_value"].dtype
             if (mask, dtype) not in converted:
@@ -61,41 +63,6 @@ def _mask_of(node: torch.fx.Node) -> torch.fx.Node | None:
     if not all(isinstance(value, torch.Tensor) for value in values):
         return None
     return mask if values[0].dtype is torch.bool else None
-
-
-def _may_be_written(graph: torch.fx.Graph, mask: torch.fx.Node) -> bool:
-    """Whether some node may write the mask's memory, before or after it is converted."""
-    memory = _memory(mask.meta["example_value"])
-    return any(
-        _memory(source.meta.get("example_value")) == memory and not _only_reads(node)
-        for node in graph.nodes
-        for source in node.all_input_nodes
-    )
-
-
-def _memory(value: Any) -> int | None:
-    """An identity of the memory of a tensor, or of the first of several (views of one)."""
-    first = value[0] if isinstance(value, (tuple, list)) and value else value
-    if not isinstance(first, torch.Tensor):
-        return None
-    return int(first.untyped_storage()._cdata)  # noqa: SLF001 - torch has no public name for it
-
-
-def _only_reads(node: torch.fx.Node) -> bool:
-    """Whether a node is known to write none of its inputs: plain torch, by a plain name."""
-    target: Any = node.target
-    if node.op == "output" or target is torch.nn.functional.scaled_dot_product_attention:
-        return True
-    name = target if isinstance(target, str) else getattr(target, "__name__", "_")
-    if name.endswith("_") or "out" in node.kwargs:
-        return False
-    if node.op == "call_method":
-        return name != "__setitem__"
-    module = str(getattr(target, "__module__", None))
-    if module == "_operator":
-        return name != "setitem" and not name.startswith("i")
-    is_custom_op = hasattr(target, "_schema") or hasattr(target, "_qualified_op_name")
-    return module.startswith("torch") and not is_custom_op
 
 
 def _set_mask(node: torch.fx.Node, mask: torch.fx.Node) -> None:

@@ -1,46 +1,84 @@
-"""Scalar tensors are filled on their device instead of copied to it.
+"""Constants are filled on the device that needs them instead of copied to it.
 
-`torch.tensor(0.0, device="cuda")` makes the number in host memory and copies it over, which no
-CUDA graph can hold. Masks of sliding-window models are made of such constants.
+`torch.tensor(4, device="cuda")` makes the number in host memory and copies it over, and so does a
+constant on the CPU that is moved later. No CUDA graph can hold such a copy. The masks and caches
+of sliding-window models are full of them.
 
 Before::
 
-    zero = torch.tensor(0.0, dtype=torch.float32, device="cuda")
+    window = torch.tensor(4)
+    window = window.to("cuda")
+    nothing = torch.tensor([], device="cuda")
 
 After::
 
-    zero = torch.full((), 0.0, dtype=torch.float32, device="cuda")
+    window = torch.full((), 4, dtype=torch.int64, device="cuda")
+    nothing = torch.empty((0,), device="cuda")
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.fx
 
+from passes.reading import has_only_readers
+
 
 class ConstantTensorsPass:
-    """Numerics-preserving: writes the same number into the same kind of tensor."""
+    """Numerics-preserving: writes the same numbers into the same kinds of tensors."""
 
     name = "constant_tensors"
 
     def __call__(self, graph: torch.fx.Graph) -> int:
         """Rewrite `graph` in place; return the number of tensors changed."""
         changed = 0
-        for node in graph.nodes:
+        for node in list(graph.nodes):
             value = node.meta.get("example_value")
-            if (
-                node.target is torch.tensor
-                and len(node.args) == 1
-                and isinstance(node.args[0], (bool, int, float))
-                and set(node.kwargs) <= {"dtype", "device"}
-                and isinstance(value, torch.Tensor)
-            ):
-                node.target = torch.full
-                node.args = ((), node.args[0])
-                node.kwargs = {"dtype": value.dtype, "device": value.device}
+            if not isinstance(value, torch.Tensor):
+                continue
+            if _is_literal(node, value):
+                _fill(node, value, node.args[0] if value.dim() == 0 else None)
                 changed += 1
+            elif _moves_constant(graph, node, value):
+                constant = node.args[0]
+                _fill(node, value, constant.args[1])
+                changed += 1
+                if not constant.users:
+                    graph.erase_node(constant)
         return changed
 
     def uuid(self) -> str:
         """Identifies this version of the rewrite."""
-        return "constant_tensors-1"
+        return "constant_tensors-2"
+
+
+def _is_literal(node: torch.fx.Node, value: torch.Tensor) -> bool:
+    """Whether a node is `torch.tensor` of one number, or of nothing."""
+    if node.target is not torch.tensor or len(node.args) != 1:
+        return False
+    if not set(node.kwargs) <= {"dtype", "device"}:
+        return False
+    number = node.args[0]
+    return value.numel() == 0 or (value.dim() == 0 and isinstance(number, (bool, int, float)))
+
+
+def _moves_constant(graph: torch.fx.Graph, node: torch.fx.Node, value: torch.Tensor) -> bool:
+    """Whether a node copies a constant scalar to another device."""
+    if node.op != "call_method" or node.target not in ("to", "cuda"):
+        return False
+    constant: Any = node.args[0]
+    if constant.target is not torch.full or constant.args[0] != ():
+        return False
+    if constant.meta["example_value"].device == value.device:
+        return False
+    return isinstance(constant.args[1], (bool, int, float)) and has_only_readers(graph, constant)
+
+
+def _fill(node: torch.fx.Node, value: torch.Tensor, number: Any) -> None:
+    """Make `node` allocate its own value: filled with `number`, or empty for None."""
+    node.op = "call_function"
+    node.target = torch.empty if number is None else torch.full
+    node.args = (tuple(value.shape),) if number is None else ((), number)
+    node.kwargs = {"dtype": value.dtype, "device": value.device}

@@ -163,3 +163,36 @@ class TestConstantTensors:
             lambda x: x + torch.tensor([1.0, 2.0]), ConstantTensorsPass(), torch.randn(2)
         )
         assert changed == 0
+
+    def test_an_empty_list_is_allocated(self):
+        changed, graph = rewritten(
+            lambda x: torch.cat((torch.tensor([]), x)), ConstantTensorsPass(), torch.randn(2)
+        )
+        assert changed == 1
+        assert not calls(graph, torch.tensor)
+
+    @staticmethod
+    def moved(write: bool) -> tuple[int, torch.fx.Graph]:
+        """A constant made on the CPU and moved, possibly after somebody wrote to it."""
+        graph = torch.fx.Graph()
+        constant = graph.call_function(torch.tensor, (4,))
+        constant.meta["example_value"] = torch.tensor(4)
+        if write:
+            graph.call_method("add_", (constant, 1)).meta["example_value"] = constant.meta[
+                "example_value"
+            ]
+        there = graph.call_method("to", (constant, torch.device("meta")))
+        there.meta["example_value"] = torch.tensor(4, device="meta")
+        graph.output((there,))
+        return ConstantTensorsPass()(graph), graph
+
+    def test_a_constant_that_moves_is_filled_where_it_goes(self):
+        changed, graph = self.moved(write=False)
+        (filled,) = calls(graph, torch.full)
+        assert changed == 2
+        assert filled.args == ((), 4)
+        assert filled.kwargs == {"dtype": torch.int64, "device": torch.device("meta")}
+
+    def test_a_constant_that_is_written_before_it_moves_is_left_alone(self):
+        _, graph = self.moved(write=True)
+        assert len([node for node in graph.nodes if node.target == "to"]) == 1
