@@ -1,0 +1,243 @@
+"""From a plan to a graph that runs: compile, wrap, stitch.
+
+Everything a compiled graph needs is made here and handed to it; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from compile_backend.boundary import Pins, SharedBuffer
+from compile_backend.compiled_graph import CallRules, CompiledGraph, Programs
+from compile_backend.config import CUDAGraphMode
+from compile_backend.dispatch import CudagraphDispatcher
+from compile_backend.inputs import InputBuffers
+from compile_backend.mutation import mutated_inputs
+from compile_backend.outputs import OutputReturns
+from compile_backend.padding import RowPadding
+from compile_backend.piece_compiler import PieceCompiler
+from compile_backend.piecewise import PieceRunner, UncapturedRunner
+from compile_backend.split import unwritten_outputs
+from compile_backend.stats import GraphStats
+from compile_backend.stitch import buffer_slots, stitch
+from compile_backend.torch_internals import shape_env_of, storage_id
+from compile_backend.wrapper import CUDAGraphWrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from compile_backend.batch import BatchDescriptor
+    from compile_backend.config import CompilationConfig
+    from compile_backend.graph_engine import GraphEngine
+    from compile_backend.once import WarnOnce
+    from compile_backend.piece_compiler import CompiledPiece
+    from compile_backend.plan import GraphPlan
+    from compile_backend.split import Section
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltGraph:
+    """One compiled graph, and what it was built from.
+
+    Attributes:
+        plan: how it was to run.
+        graph: what Dynamo calls.
+        num_compiles: distinct pieces that were compiled.
+        compile_s: seconds that took.
+    """
+
+    plan: GraphPlan
+    graph: CompiledGraph
+    num_compiles: int
+    compile_s: float
+
+
+def build_graph(
+    plan: GraphPlan, config: CompilationConfig, engine: GraphEngine, warn_once: WarnOnce
+) -> BuiltGraph:
+    """Compile the pieces of a plan, wrap them, and put all together.
+
+    Args:
+        plan: how the graph will run.
+        config: what the user asked for.
+        engine: captures and replays on the plan's device.
+        warn_once: shared by all graphs of one `torch.compile` call.
+    """
+    inductor_config = dict(config.inductor_compile_config)
+    if config.disable_cache:
+        inductor_config["force_disable_caches"] = True
+    compiler = PieceCompiler(config.piece_compiler, inductor_config)
+    pieces = {piece.name: compiler.compile(piece) for piece in plan.split.pieces}
+    stats = GraphStats()
+    growth = _growth(plan)
+    wrappers = _Wrappers(config, engine, stats)
+    programs = _programs(plan, pieces, wrappers, growth)
+    full = wrappers.make(
+        lambda *args: programs.plain(args), CUDAGraphMode.FULL, "the whole graph", is_last=True
+    )
+    graph = CompiledGraph(
+        programs,
+        full,
+        _call_rules(plan, config),
+        InputBuffers(
+            plan.inputs,
+            plan.device,
+            copy_inputs=config.cudagraph_copy_inputs,
+            mutated=_mutated_graph_inputs(plan, pieces),
+        ),
+        OutputReturns(clone=config.cudagraph_clone_outputs),
+        engine,
+        stats,
+        warn_once,
+        needs_grad=plan.needs_grad,
+        has_graphs=plan.device.type in ("cpu", "cuda"),
+        growth=growth,
+    )
+    return BuiltGraph(plan, graph, compiler.num_distinct, compiler.compile_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrappers:
+    """Makes the wrappers of one graph."""
+
+    config: CompilationConfig
+    engine: GraphEngine
+    stats: GraphStats
+
+    def make(
+        self,
+        runnable: Callable[..., Any],
+        mode: CUDAGraphMode,
+        name: str,
+        *,
+        is_last: bool,
+        unwritten: frozenset[int] = frozenset(),
+    ) -> CUDAGraphWrapper:
+        """A wrapper.
+
+        Args:
+            runnable: what it wraps.
+            mode: at which it acts.
+            name: for messages.
+            is_last: whether the caller of the graph reads its outputs.
+            unwritten: positions of outputs that it only allocates.
+        """
+        config = self.config
+        return CUDAGraphWrapper(
+            runnable,
+            mode,
+            engine=self.engine,
+            name=name,
+            num_warmups=config.cudagraph_num_of_warmups,
+            stats=self.stats,
+            keep_outputs=is_last and not config.cudagraph_clone_outputs,
+            strict=config.strict,
+            check_addresses=config.debug == "addresses",
+            verify=config.debug == "verify",
+            unwritten_outputs=unwritten,
+        )
+
+
+def _programs(
+    plan: GraphPlan,
+    pieces: Mapping[str, CompiledPiece],
+    wrappers: _Wrappers,
+    growth: Callable[[BatchDescriptor], int],
+) -> Programs:
+    split = plan.split
+    plain_calls: dict[str, Callable[..., Any]] = {
+        section.name: pieces[section.name].call if section.is_piece else section.module.forward
+        for section in split.sections
+    }
+    plain = stitch(split, plain_calls, takes_list=frozenset(pieces))
+    if not split.eager_sections:
+        return Programs(plain, None, None, ())
+    slots = buffer_slots(split)
+    buffers = [SharedBuffer(plan.device) for _ in range(1 + max(slots.values(), default=0))]
+    later: list[CUDAGraphWrapper] = []
+    runners: dict[str, PieceRunner | UncapturedRunner] = {}
+    for section in reversed(split.sections):
+        call = _called_with_arguments(plain_calls[section.name], section)
+        pins = Pins(
+            [
+                None if name in plan.data_dependent else buffers[slots[name]]
+                for name in section.outputs
+            ],
+            _may_view(plan, section),
+        )
+        uncaptured = UncapturedRunner(call, pins, growth, tuple(later))
+        if not section.is_piece or section.name in plan.uncapturable:
+            runners[section.name] = uncaptured
+            continue
+        is_last = any(name in split.outputs for name in section.outputs)
+        wrapper = wrappers.make(
+            call,
+            CUDAGraphMode.PIECEWISE,
+            section.name,
+            is_last=is_last,
+            unwritten=unwritten_outputs(section),
+        )
+        later.append(wrapper)
+        runners[section.name] = PieceRunner(wrapper, uncaptured)
+    return Programs(
+        plain,
+        stitch(split, runners),
+        stitch(split, {name: runner.without_running for name, runner in runners.items()}),
+        tuple(runners.values()),
+    )
+
+
+def _called_with_arguments(call: Callable[..., Any], section: Section) -> Callable[..., Any]:
+    if not section.is_piece:
+        return call
+    return lambda *args: call(list(args))
+
+
+def _may_view(plan: GraphPlan, section: Section) -> list[bool]:
+    """For each output of a section, whether it lies in the memory of one of its inputs."""
+    values = plan.split.values
+    memories = {storage_id(values[name]) for name in section.inputs} - {None}
+    return [storage_id(values[name]) in memories for name in section.outputs]
+
+
+def _mutated_graph_inputs(plan: GraphPlan, pieces: Mapping[str, CompiledPiece]) -> frozenset[int]:
+    """Positions of the graph's inputs that some section writes to, under whatever name."""
+    values = plan.split.values
+    written: set[int | None] = set()
+    for section in plan.split.sections:
+        positions = (
+            pieces[section.name].mutated_inputs
+            if section.is_piece
+            else mutated_inputs(section.module)
+        )
+        written.update(storage_id(values[section.inputs[i]]) for i in positions)
+    return frozenset(
+        position
+        for position, name in enumerate(plan.split.inputs)
+        if storage_id(values[name]) in written - {None}
+    )
+
+
+def _call_rules(plan: GraphPlan, config: CompilationConfig) -> CallRules:
+    query_len, reader = config.uniform_decode_query_len, plan.reader
+    is_lazy = config.cudagraph_capture == "lazy"
+    modes = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+    sizes = frozenset(key.num_tokens for mode in modes for key in plan.dispatcher.keys(mode))
+    if not config.cudagraph_pad_inputs:
+        return CallRules(reader, plan.dispatcher, None, None, sizes, is_lazy)
+    padded = CudagraphDispatcher(
+        config, max_num_seqs=config.max_num_seqs, uniform_decode_query_len=query_len
+    )
+    padded.initialize_cudagraph_keys(plan.resolution.mode)
+    padding = RowPadding(plan.split, plan.inputs, shape_env_of(plan.split.values.values()))
+    return CallRules(reader, plan.dispatcher, padded, padding, sizes, is_lazy)
+
+
+def _growth(plan: GraphPlan) -> Callable[[BatchDescriptor], int]:
+    """How many times larger than a key's tensors those of the largest key are."""
+    if not plan.has_free_sizes:
+        return lambda _: 1
+    keys = (plan.dispatcher.keys(mode) for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL))
+    largest = max((key.num_tokens for held in keys for key in held), default=1)
+    return lambda key: max(1, -(-largest // max(1, key.num_tokens)))
