@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from compile_backend.build import BuiltGraph, build_graph
 from compile_backend.config import CompilationConfig, CUDAGraphMode, unavailable
 from compile_backend.errors import ConfigError
-from compile_backend.graph_engine import CudaEngine, ReferenceEngine
+from compile_backend.graph_engine import CudaEngine
 from compile_backend.once import WarnOnce
 from compile_backend.plan import GraphPlan, plan_graph
+from compile_backend.reference_engine import ReferenceEngine
 from compile_backend.stats import Report, added_rows
 from compile_backend.torch_internals import (
     calling_compile,

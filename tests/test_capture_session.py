@@ -12,7 +12,7 @@ from toy import FULL, NONE, PIECEWISE, VARIANTS, Twin, compiled, counts, rows, t
 
 from compile_backend import BatchDescriptor, capture, get_forward_context, set_forward_context
 from compile_backend import reset as drop_graphs
-from compile_backend.graph_engine import ReferenceEngine
+from compile_backend.reference_engine import ReferenceEngine
 
 MODES = pytest.mark.parametrize("mode", [PIECEWISE, FULL], ids=lambda mode: mode.name)
 NUM_LAYERS = 2

@@ -13,7 +13,8 @@ from toy import PIECEWISE
 from compile_backend.batch import BatchDescriptor
 from compile_backend.context import current_forward_context, set_forward_context
 from compile_backend.errors import CaptureError
-from compile_backend.graph_engine import CudaEngine, GraphEngine, ReferenceEngine, StaticGraph
+from compile_backend.graph_engine import CudaEngine, GraphEngine, StaticGraph
+from compile_backend.reference_engine import ReferenceEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -12,8 +12,8 @@ from toy import FULL, NONE, PIECEWISE, VARIANTS, WIDTH, Twin, compiled, counts, 
 
 from compile_backend import CaptureError, stats
 from compile_backend.config import CompilationConfig
-from compile_backend.graph_engine import ReferenceGraph
 from compile_backend.plan import plan_graph
+from compile_backend.reference_engine import ReferenceGraph
 
 attn_new = torch.ops.toy.attn_new
 GRAPH_MODES = pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])

@@ -11,7 +11,7 @@ from toy import FULL, MODES, NONE, PIECEWISE
 from compile_backend.batch import BatchDescriptor, graph_key
 from compile_backend.context import current_forward_context, set_forward_context
 from compile_backend.errors import CaptureError, ConfigError
-from compile_backend.graph_engine import ReferenceEngine
+from compile_backend.reference_engine import ReferenceEngine
 from compile_backend.stats import GraphStats
 from compile_backend.wrapper import CUDAGraphWrapper
 
