@@ -23,7 +23,6 @@ from compile_backend.stats import Report, added_rows
 from compile_backend.torch_internals import (
     calling_compile,
     compile_behind,
-    fix_numbers_of_modules,
     reaching_the_user,
 )
 
@@ -102,7 +101,6 @@ class CudagraphModesBackend:
         config = CompilationConfig.from_options(options)
         for error in unavailable(config):
             raise error
-        fix_numbers_of_modules(graph_module.graph)
         compiled = self._compiled_by(calling_compile())
         start = time.perf_counter()
         plan = plan_graph(graph_module, example_inputs, config)

@@ -248,35 +248,26 @@ class CompiledGraph:
         context: ForwardContext,
     ) -> Sequence[Any]:
         with self._one_at_a_time:  # graphs and static memory serve one step at a time
-            return self._locked_with_graph(mode, key, args, context)
-
-    def _locked_with_graph(
-        self,
-        mode: CUDAGraphMode,
-        key: BatchDescriptor,
-        args: Sequence[Any],
-        context: ForwardContext,
-    ) -> Sequence[Any]:
-        key = graph_key(mode, key)
-        if mode is _FULL and self._full.failure(key) is not None:
-            mode, key = _PIECEWISE, graph_key(_PIECEWISE, key)
-        if mode is _PIECEWISE and self._programs.piecewise is None:
-            return self._without_graph(key, args)
-        if not self._may_run(mode, key):
-            return self._without_graph(key, args)
-        static_args, has_moved = self._inputs.load(key, args, self._growth(key))
-        if has_moved:
-            self._drop(key)
-        if self._inputs.overlaps(key, args):
-            return self._without_graph(key, args)
-        stats = self.stats.at(mode, key)
-        outputs = self._full.replay_held(key) if mode is _FULL else None
-        if outputs is not None:
-            self._inputs.write_back(static_args, args)
-        else:
-            outputs = self._run(mode, key, static_args, args, context)
-        stats.steps += 1
-        return self._outputs.give((mode, key), outputs, static_args, args)
+            key = graph_key(mode, key)
+            if mode is _FULL and self._full.failure(key) is not None:
+                mode, key = _PIECEWISE, graph_key(_PIECEWISE, key)
+            if mode is _PIECEWISE and self._programs.piecewise is None:
+                return self._without_graph(key, args)
+            if not self._may_run(mode, key):
+                return self._without_graph(key, args)
+            static_args, has_moved = self._inputs.load(key, args, self._growth(key))
+            if has_moved:
+                self._drop(key)
+            if self._inputs.overlaps(key, args):
+                return self._without_graph(key, args)
+            stats = self.stats.at(mode, key)
+            outputs = self._full.replay_held(key) if mode is _FULL else None
+            if outputs is not None:
+                self._inputs.write_back(static_args, args)
+            else:
+                outputs = self._run(mode, key, static_args, args, context)
+            stats.steps += 1
+            return self._outputs.give((mode, key), outputs, static_args, args)
 
     def _run(
         self,

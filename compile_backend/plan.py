@@ -26,7 +26,11 @@ from compile_backend.support import (
     lowest,
     support_level,
 )
-from compile_backend.torch_internals import data_dependent_symbols, free_symbols_of
+from compile_backend.torch_internals import (
+    data_dependent_symbols,
+    fix_numbers_of_modules,
+    free_symbols_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,6 +122,7 @@ def plan_graph(
         ConfigError: the mode is not supported and `strict` is set, or a capture size cannot be.
     """
     names = config.splitting_ops if config.splitting_ops is not None else default_splitting_ops()
+    fix_numbers_of_modules(graph_module.graph)
     prepare_for_split(graph_module)
     needs_grad = _needs_grad(graph_module.graph, example_inputs)
     split = split_graph(graph_module, SplittingOps(names), keep_grad_mode=needs_grad)

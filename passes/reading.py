@@ -41,4 +41,7 @@ def _memory(value: Any) -> int | None:
     first = value[0] if isinstance(value, (tuple, list)) and value else value
     if not isinstance(first, torch.Tensor):
         return None
-    return int(first.untyped_storage()._cdata)
+    try:
+        return int(first.untyped_storage()._cdata)
+    except NotImplementedError:  # wrappers, such as those that function transforms leave
+        return None

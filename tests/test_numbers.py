@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from compile_backend import CUDAGraphMode, stats
+from compile_backend import CUDAGraphMode, explain, stats
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 
@@ -57,3 +57,12 @@ def test_a_float_that_callers_change_is_never_frozen(piece_compiler):
             x = torch.randn(1, 1, 4, 16)
             torch.testing.assert_close(run(x, scale), function(x, scale), rtol=1e-4, atol=1e-5)
     assert stats(run).graphs == 1
+
+
+def test_explain_plans_what_the_backend_runs():
+    explained = explain(
+        Normed(), torch.randn(4, 16), options={"cudagraph_mode": "FULL"}, dynamic=True
+    )
+    (graph,) = explained.graphs
+    assert graph.mode_resolved is FULL
+    assert graph.notes == ()
