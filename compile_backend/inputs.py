@@ -6,7 +6,6 @@ callers' tensors are new in every step. Nothing here knows modes or pieces.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -17,13 +16,14 @@ import torch.fx
 from compile_backend.boundary import SharedBuffer
 from compile_backend.layout import memory_of
 from compile_backend.torch_internals import (
+    are_at_addresses,
     copy_all,
     input_source_name,
     is_static_address,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Hashable, Sequence
 
 
 class InputClass(Enum):
@@ -83,7 +83,7 @@ class _Loaded:
     """One key's buffers, how to fill them, and where all else was. Holds no weights alive."""
 
     buffers: list[tuple[int, torch.Tensor]]
-    addresses: list[int]
+    addresses: list[int | None]
     memories: frozenset[int]
     written_memories: frozenset[int]
     copies: list[tuple[list[torch.Tensor], list[int]]]
@@ -114,7 +114,6 @@ class InputBuffers:
         fixed = [i for i, kind in enumerate(kinds) if kind in still]
         self.copied = tuple(moving) if copy_inputs else ()
         self._fixed = fixed if copy_inputs else sorted((*fixed, *moving))
-        self._pick_fixed = _picker(self._fixed)
         self._written = tuple(i for i in self._fixed if i in mutated)
         self.written_back = tuple(i for i in self.copied if i in mutated)
         self._buffers = {i: SharedBuffer(device) for i in self.copied}
@@ -137,20 +136,19 @@ class InputBuffers:
             The inputs at their static addresses, and whether an input that is not copied has
             moved since the key was first loaded, so that its graphs are stale.
         """
+        static_args = list(args)
         loaded = self._loaded.get(key)
         if loaded is None:
             loaded = self._loaded[key] = self._make(args, growth)
             has_moved = False
         else:
-            addresses = _addresses(self._pick_fixed(args))
-            has_moved = addresses != loaded.addresses
+            has_moved = not are_at_addresses(static_args, loaded.addresses, self._fixed)
             if has_moved:
                 self._look_at(loaded, args)
         for targets, positions in loaded.copies:
             copy_all(targets, [args[i] for i in positions])
         for target, position in loaded.irregular:
             target.copy_(memory_of(args[position]))
-        static_args = list(args)
         for position, buffer in loaded.buffers:
             static_args[position] = buffer
         return static_args, has_moved
@@ -207,21 +205,12 @@ class InputBuffers:
 
     def _look_at(self, loaded: _Loaded, args: Sequence[Any]) -> None:
         """Note where the inputs are that are not copied."""
-        loaded.addresses = _addresses(self._pick_fixed(args))
+        loaded.addresses = [None] * len(args)
+        for i in self._fixed:
+            loaded.addresses[i] = args[i].data_ptr()
         if self.copied:
             loaded.memories = _memories(args, self._fixed)
             loaded.written_memories = _memories(args, self._written)
-
-
-def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Picks the inputs at these positions; hundreds of weights in every step."""
-    if len(positions) > 1:
-        return operator.itemgetter(*positions)
-    return lambda args: [args[i] for i in positions]
-
-
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [*map(torch.Tensor.data_ptr, tensors)]
 
 
 def _memories(args: Sequence[Any], positions: Sequence[int]) -> frozenset[int]:
