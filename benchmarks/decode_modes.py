@@ -36,6 +36,7 @@ SHAPES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4},
 }
 CACHE_LEN = 1024
+POSITION = 100
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE")
 
 
@@ -55,12 +56,16 @@ def make_model(shape: str) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
-def decode_step(run: Callable[..., Any], model: LlamaForCausalLM) -> Callable[[], torch.Tensor]:
-    """One decode step at position 100, on a cache of its own."""
+def decode_step(
+    run: Callable[..., Any], model: LlamaForCausalLM, caches: list[StaticCache]
+) -> Callable[[], torch.Tensor]:
+    """One decode step on a cache of its own, which joins `caches`."""
     cache = StaticCache(config=model.config, max_cache_len=CACHE_LEN)
     cache.early_initialization(1, 8, 128, torch.bfloat16, torch.device("cuda"))
+    caches.append(cache)
+    rewind(caches)
     token = torch.ones(1, 1, dtype=torch.long, device="cuda")
-    position = torch.full((1, 1), 100, device="cuda")
+    position = torch.full((1, 1), POSITION, device="cuda")
 
     def step() -> torch.Tensor:
         logits: torch.Tensor = run(
@@ -69,6 +74,15 @@ def decode_step(run: Callable[..., Any], model: LlamaForCausalLM) -> Callable[[]
         return logits
 
     return step
+
+
+def rewind(caches: list[StaticCache]) -> None:
+    """Let every cache go on at `POSITION`; each step of some releases moves it by one."""
+    for cache in caches:
+        for layer in cache.layers:
+            length = getattr(layer, "cumulative_length", None)
+            if isinstance(length, torch.Tensor):
+                length.fill_(POSITION)
 
 
 def captured_by_hand(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -86,23 +100,29 @@ def captured_by_hand(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Ten
     return replay
 
 
-def measured(step: Callable[[], torch.Tensor], num_steps: int) -> tuple[float, float]:
-    """Wall ms a step over a run of steps, and host us a step while the device never queues up."""
+def wall_ms(step: Callable[[], torch.Tensor], num_steps: int) -> float:
+    """Wall time of a step over a run of steps, ms."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(num_steps):
         step()
     torch.cuda.synchronize()
-    wall_ms = (time.perf_counter() - start) / num_steps * 1e3
-    host_us = []
+    return (time.perf_counter() - start) / num_steps * 1e3
+
+
+def host_us(
+    steps: dict[str, Callable[[], torch.Tensor]], num_steps: int
+) -> dict[str, list[float]]:
+    """Host time of every step, us, on an idle device; the ways of running it take turns."""
+    rows: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(num_steps):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        step()
-        host_us.append((time.perf_counter() - start) / 2 * 1e6)
+        for name, step in steps.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            step()
+            rows[name].append((time.perf_counter() - start) * 1e6)
     torch.cuda.synchronize()
-    return wall_ms, statistics.median(host_us)
+    return rows
 
 
 def first_call(step: Callable[[], torch.Tensor]) -> float:
@@ -113,7 +133,7 @@ def first_call(step: Callable[[], torch.Tensor]) -> float:
 
 
 def compiled_variants(
-    model: LlamaForCausalLM, cold_s: dict[str, float]
+    model: LlamaForCausalLM, cold_s: dict[str, float], caches: list[StaticCache]
 ) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, Any]]:
     """Every compiled way of running the step; fills in how long each first call took."""
     steps: dict[str, Callable[[], torch.Tensor]] = {}
@@ -126,7 +146,7 @@ def compiled_variants(
     compiled["reduce-overhead"] = torch.compile(model, mode="reduce-overhead")
     for name, run in compiled.items():
         gc.collect()
-        steps[name] = decode_step(run, model)
+        steps[name] = decode_step(run, model, caches)
         with torch._inductor.utils.fresh_cache():
             cold_s[name] = first_call(steps[name])
         for _ in range(3):
@@ -147,29 +167,39 @@ def main() -> None:
         warm = torch.compile(lambda x: torch.relu(x @ x) + 1)  # Inductor's own start-up
         warm(torch.ones(64, 64, device="cuda"))
         model = make_model(arguments.shape)
-        eager = decode_step(model, model)
+        caches: list[StaticCache] = []
+        eager = decode_step(model, model, caches)
         reference = eager().float()
         cold_s: dict[str, float] = {}
-        steps, compiled = compiled_variants(model, cold_s)
+        steps, compiled = compiled_variants(model, cold_s, caches)
         steps["graph by hand, whole"] = captured_by_hand(
-            decode_step(compiled["torch.compile"], model)
+            decode_step(compiled["torch.compile"], model, caches)
         )
-        steps["graph by hand, pieces"] = captured_by_hand(decode_step(compiled["NONE"], model))
-        rows: dict[str, list[tuple[float, float]]] = {"eager": [measured(eager, 8)]}
+        steps["graph by hand, pieces"] = captured_by_hand(
+            decode_step(compiled["NONE"], model, caches)
+        )
+        steps = {"eager": eager, **steps}
+        walls: dict[str, list[float]] = {name: [] for name in steps}
+        hosts: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(arguments.rounds):
+            rewind(caches)
             for name, step in steps.items():
-                rows.setdefault(name, []).append(measured(step, arguments.steps))
+                walls[name].append(wall_ms(step, arguments.steps))
+            rewind(caches)
+            for name, times in host_us(steps, arguments.steps).items():
+                hosts[name].append(statistics.median(times))
+        rewind(caches)
         errors = {
             name: (step().float() - reference).abs().max().item() for name, step in steps.items()
         }
     results = {
         name: {
-            "wall_ms": summary([wall for wall, _ in measures]),
-            "host_us": summary([host for _, host in measures]),
+            "wall_ms": summary(walls[name]),
+            "host_us": summary(hosts[name]),
             "first_call_s": cold_s.get(name),
-            "max_error_to_eager": errors.get(name),
+            "max_error_to_eager": errors[name],
         }
-        for name, measures in rows.items()
+        for name in steps
     }
     write(results, {mode: stats(compiled[mode]).as_dict() for mode in MODES}, arguments)
 
