@@ -20,7 +20,9 @@ from compile_backend.once import WarnOnce
 from compile_backend.plan import GraphPlan, plan_graph
 from compile_backend.reference_engine import ReferenceEngine
 from compile_backend.stats import Report, added_rows
+from compile_backend.support import lowest
 from compile_backend.torch_internals import (
+    backend_of,
     calling_compile,
     compile_behind,
     reaching_the_user,
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
     from compile_backend.compiled_graph import CompiledGraph
     from compile_backend.graph_engine import GraphEngine
+    from compile_backend.stats import GraphStats
+    from compile_backend.support import AttentionCGSupport
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,25 @@ class _Compiled:
 
     graphs: list[BuiltGraph] = field(default_factory=list)
     warn_once: WarnOnce = field(default_factory=WarnOnce)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledFacts:
+    """What a runner asks of the graphs that Dynamo made of one callable, now or later."""
+
+    graphs: list[BuiltGraph]
+
+    def num_eager_sections(self) -> int:
+        """Sections between pieces, over all graphs."""
+        return sum(len(built.plan.split.eager_sections) for built in self.graphs)
+
+    def support(self) -> AttentionCGSupport:
+        """The weakest level of all splitting ops found."""
+        return lowest(level for built in self.graphs for level in built.plan.support.values())
+
+    def stats(self) -> list[GraphStats]:
+        """The counts of each graph."""
+        return [built.graph.stats for built in self.graphs]
 
 
 class CudagraphModesBackend:
@@ -146,6 +169,17 @@ class CudagraphModesBackend:
         for built in self._graphs_of(compiled):
             built.graph.reset()
 
+    def facts(self, compiled: object) -> CompiledFacts | None:
+        """What is known of a compiled module or function; None if it is not compiled by this."""
+        owner = compile_behind(compiled)
+        if owner is None or backend_of(owner) is not self:
+            return None
+        return CompiledFacts(self._compiled_by(owner).graphs)
+
+    def new_engine(self, device: torch.device) -> GraphEngine:
+        """An engine with a memory pool of its own."""
+        return CudaEngine(device) if device.type == "cuda" else ReferenceEngine(device)
+
     def _engine(self, device: torch.device, config: CompilationConfig) -> GraphEngine:
         """The device's engine; one of its own for a graph whose outputs are not copied.
 
@@ -153,7 +187,7 @@ class CudagraphModesBackend:
         """
         engine = self._engines.get(device) if config.cudagraph_clone_outputs else None
         if engine is None:
-            engine = CudaEngine(device) if device.type == "cuda" else ReferenceEngine(device)
+            engine = self.new_engine(device)
             if config.cudagraph_clone_outputs:
                 self._engines[device] = engine
         return engine

@@ -15,18 +15,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Order = tuple[int, int]
+"""Number of tokens, then the value of the mode."""
 
-class _Session:
+
+class CaptureKeys:
     """The keys met, and how to capture each."""
 
     def __init__(self) -> None:
-        self._captures: dict[Hashable, tuple[tuple[int, int], Callable[[], None]]] = {}
+        self._captures: dict[Hashable, tuple[Order, Callable[[], None]]] = {}
         self._around: set[Callable[[], AbstractContextManager[None]]] = set()
 
     def add(
         self,
         key: Hashable,
-        order: tuple[int, int],
+        order: Order,
         capture: Callable[[], None],
         around: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -34,14 +37,24 @@ class _Session:
         self._captures.setdefault(key, (order, capture))
         self._around.add(around)
 
-    def run(self) -> int:
-        """Capture every key; return how many there were."""
+    def run(self, capture_one: Callable[[Order, Callable[[], None]], None] | None = None) -> int:
+        """Capture every key, the highest order first.
+
+        Args:
+            capture_one: given a key's order and its capture, runs it; to show or measure it.
+
+        Returns:
+            How many there were.
+        """
         ordered = sorted(self._captures.values(), key=lambda item: item[0], reverse=True)
         with contextlib.ExitStack() as stack:
             for around in self._around:
                 stack.enter_context(around())
-            for _, capture in ordered:
-                capture()
+            for order, capture in ordered:
+                if capture_one is None:
+                    capture()
+                else:
+                    capture_one(order, capture)
         return len(ordered)
 
 
@@ -59,7 +72,7 @@ def capture() -> Iterator[None]:
     With the option `cudagraph_capture="ahead"` this is the only place where graphs are captured.
     If the body raises, nothing is captured.
     """
-    session = _Session()
+    session = CaptureKeys()
     start = time.perf_counter()
     with enter_capture_session(session):
         yield

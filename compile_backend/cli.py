@@ -317,7 +317,7 @@ def _print_comparison(loaded: LoadedModel, comparison: Comparison) -> None:
     out = Console()
     compiled, device = comparison.compiled, loaded.model.device
     out.print(f"\n{escape(compiled.text or str(list(compiled.token_ids)))}\n", style="bold")
-    out.print(stats_keys(comparison.stats))
+    out.print(stats_keys(comparison.stats.by_key))
     rows = {**stats_facts(comparison.stats), **_comparison_facts(comparison)}
     if device.type != "cuda":
         rows["note"] = (

@@ -152,6 +152,8 @@ class CompiledGraph:
         context = current_forward_context()
         if context is None or context_set_by() is SetBy.PLAIN_CALL:
             return self._plain_call(args)
+        if context_set_by() is SetBy.RUNNER:
+            return self._programs.plain(args)
         if context_set_by() is SetBy.GRAPH:
             self._warn_once(
                 logger,

@@ -58,6 +58,7 @@ class SetBy(Enum):
     NOBODY = "nobody"
     USER = "user"  # decided for every compiled function called within
     PLAIN_CALL = "plain call"  # found no key for itself; what it calls may find one
+    RUNNER = "runner"  # holds one graph for the whole step; what it calls belongs to that graph
     GRAPH = "graph"  # holds graphs for this step; what it calls must not run graphs of its own
 
 

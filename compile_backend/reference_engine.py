@@ -115,10 +115,12 @@ class ReferenceEngine:
     largest integer) until the first replay.
     """
 
+    # Of all engines: a graph of one may run inside a replay of another, as on a GPU.
+    _running = threading.local()
+
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
         self.session = Sessions()
-        self._running = threading.local()
 
     def is_capturing(self) -> bool:
         """Whether the caller runs inside a replay (where CUDA would run no Python at all)."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from compile_backend.batch import BatchDescriptor
-    from compile_backend.stats import Report
+    from compile_backend.stats import KeyStats, Report, Row
 
 _TEXT_WIDTH = 100
 
@@ -128,15 +128,15 @@ def _by_mode(report: Report, counted: str, mode_name: str) -> str:
     return f"{sum(counts)} {mode_name}"
 
 
-def stats_keys(report: Report) -> Table:
+def stats_keys(by_key: Mapping[Row, KeyStats]) -> Table:
     """What `stats` counted, a row for each mode and key; counts that are all 0 are left out."""
     counted = [
         name
         for name in _COUNTS
-        if name == "steps" or any(getattr(counts, name) for counts in report.by_key.values())
+        if name == "steps" or any(getattr(counts, name) for counts in by_key.values())
     ]
     rows = [
         (mode.name, key_text(key), *(getattr(counts, name) for name in counted))
-        for (mode, key), counts in report.by_key.items()
+        for (mode, key), counts in by_key.items()
     ]
     return columns("By key", ("mode", "key", *(n.replace("_", " ") for n in counted)), rows)

@@ -110,9 +110,10 @@ KNOWN_OPS = (
     SupportRow("torch_attn::_varlen_attn_out", _UNIFORM),
     SupportRow("flash_attn::*", _UNIFORM),
     SupportRow("flash_attn_3::*", _ALWAYS),
+    # Its metadata is made by a builder, which knows the backends in use; runners ask that.
+    SupportRow("cudagraph_modes::attention", _ALWAYS),
     # What the rest computes depends on plans and metadata that an engine makes on the host, out of
     # the graph's sight. Only who makes them can declare a level.
-    SupportRow("cudagraph_modes::attention", _NEVER),
     SupportRow("flashinfer::*_run", _NEVER),
     SupportRow("flashinfer::xqa_*", _NEVER),
     SupportRow("flashinfer::gdn_prefill", _NEVER),

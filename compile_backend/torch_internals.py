@@ -188,6 +188,36 @@ def compile_behind(compiled: object) -> object | None:
     return callback
 
 
+def backend_of(compile_call: object) -> object | None:
+    """The backend object that a `torch.compile` call uses."""
+    return getattr(compile_call, "compiler_fn", None)
+
+
+def size_1_like_any_other() -> contextlib.AbstractContextManager[None]:
+    """Compile code for changing sizes that holds for 1 too, unless the code asks for 1 itself.
+
+    Dynamo would otherwise compile every model once more for batches of one token.
+    """
+    from torch.fx.experimental import _config
+
+    patched: contextlib.AbstractContextManager[None] = _config.patch(  # type: ignore[attr-defined]
+        backed_size_oblivious=True
+    )
+    return patched
+
+
+def mark_step_input(tensor: torch.Tensor, axis: int) -> None:
+    """Tell Dynamo that a tensor stays at its address, and that one of its sizes changes.
+
+    A size of 1 is left alone: Dynamo refuses to take it for one that changes.
+    """
+    import torch._dynamo
+
+    torch._dynamo.mark_static_address(tensor, guard=False)
+    if tensor.shape[axis] > 1:
+        torch._dynamo.mark_dynamic(tensor, axis)
+
+
 def reaching_the_user(error: Exception) -> Exception:
     """The same error in a form that Dynamo lets through.
 

@@ -1,6 +1,7 @@
 """What every test runs under: no network, no thread fights, no GPU tests without a GPU."""
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 
@@ -11,6 +12,8 @@ def pytest_configure() -> None:
     """Set what torch and transformers read once, when a test module first imports them."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if shutil.which("nvidia-smi") is None:  # Triton decides at import: kernels run in Python then
+        os.environ["TRITON_INTERPRET"] = "1"
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if num_workers > 1:
         # Each process would otherwise take every core, for its kernels and again for its compiles.

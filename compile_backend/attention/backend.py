@@ -1,0 +1,105 @@
+"""What an attention backend is: kernels that attend over a paged cache, and what it promises."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from compile_backend.support import AttentionCGSupport
+
+if TYPE_CHECKING:
+    import torch
+
+    from compile_backend.attention.kv_cache import LayerCache
+    from compile_backend.attention.metadata import AttentionMetadata
+    from compile_backend.attention.spec import AttentionSpec, CacheFormat
+    from compile_backend.batch import BatchDescriptor
+
+
+class AttentionBackend(ABC):
+    """Attention of one or more layers that compute the same thing.
+
+    Args:
+        spec: what each layer computes.
+        cache: how the cache is stored.
+        device: where it runs.
+
+    Attributes:
+        name: in the registry.
+        support: for which batches its kernels may be part of a graph. Whoever declares nothing is
+            never captured.
+        plans_every_step: whether `prepare_for_graph` must run before every replay, since kernels
+            read plans that depend on the lengths; else once, before the capture, is enough.
+    """
+
+    name: ClassVar[str]
+    support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    plans_every_step: ClassVar[bool] = False
+
+    def __init__(self, spec: AttentionSpec, cache: CacheFormat, device: torch.device) -> None:
+        self.spec = spec
+        self.cache = cache
+        self.device = device
+        reason = self.unsupported(spec, cache)
+        if reason is not None:
+            raise reason
+
+    @classmethod
+    def missing(cls, device: torch.device) -> str | None:
+        """What this machine lacks to run the backend, with the remedy; None if nothing.
+
+        Args:
+            device: where it would run.
+        """
+        del device
+        return None
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec, cache: CacheFormat) -> Exception | None:
+        """The error for a layer that these kernels cannot compute; None if they can."""
+        del spec, cache
+        return None
+
+    def prepare(self, metadata: AttentionMetadata) -> Any:
+        """Whatever `forward` needs of a step outside of a full graph, made once for all layers.
+
+        Args:
+            metadata: with the true lengths in `metadata.host`.
+        """
+        del metadata
+        return None
+
+    def prepare_for_graph(self, metadata: AttentionMetadata, key: BatchDescriptor) -> Any:
+        """The same for a step in a full graph: at addresses that stay for the key.
+
+        Args:
+            metadata: numbers of the host are the worst case; tensors hold the step's values. At
+                replay `metadata.host` holds the true lengths if `plans_every_step`; before the
+                capture it is None, and tensors hold a legal batch.
+            key: whose graph reads it.
+        """
+        del key
+        return self.prepare(metadata)
+
+    @abstractmethod
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        prepared: Any,
+    ) -> None:
+        """Store keys and values in the cache, then attend, and write `output`.
+
+        Args:
+            query: `[num_tokens, num_heads, head_size]`.
+            key: `[num_tokens, num_kv_heads, head_size]`.
+            value: like `key`.
+            output: like `query`.
+            cache: of the layer.
+            metadata: of the step.
+            prepared: what `prepare` or `prepare_for_graph` returned.
+        """

@@ -1,0 +1,264 @@
+"""From a batch to what attention ops read: declared to a runner, filled after padding.
+
+The builder tells the runner which tensors each step brings, fills them on the host, and makes the
+metadata on top of them. It owns no memory itself but what backends prepare for graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from compile_backend.attention.metadata import AttentionMetadata, HostLengths, StepAttention
+from compile_backend.errors import ConfigError
+from compile_backend.step_inputs import Dim, InputSpec
+from compile_backend.support import AttentionCGSupport, lowest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from compile_backend.attention.layer import AttentionLayer
+    from compile_backend.attention.spec import CacheFormat
+    from compile_backend.batch import BatchDescriptor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBatch:
+    """What attention must know of a batch, as arrays or sequences of integers.
+
+    Attributes:
+        seq_lens: `[num_reqs]`; tokens of each request, those of this step included.
+        block_table: `[num_reqs, n]`; the cache blocks of each request in order; entries beyond
+            its length are ignored, and must be valid blocks.
+        slot_mapping: `[num_tokens]`; where each token's key and value go,
+            `block * block_size + offset`; -1 stores nothing. None: where the block table says.
+    """
+
+    seq_lens: Any
+    block_table: Any
+    slot_mapping: Any = None
+
+
+class AttentionMetadataBuilder:
+    """Makes the attention metadata of every step of one model.
+
+    Args:
+        layers: every attention layer, by name.
+        cache: how their caches are stored.
+        num_blocks: of each cache.
+
+    Raises:
+        ConfigError: there are no layers.
+
+    Attributes:
+        support: the weakest level of all backends in use.
+        input_spec: the tensors that each step brings for attention.
+        plans_every_step: whether a replay needs `build_for_graph` before it.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, AttentionLayer], cache: CacheFormat, num_blocks: int
+    ) -> None:
+        if not layers:
+            raise ConfigError("layers", dict(layers), "is empty", "give every attention layer")
+        self.layers = dict(layers)
+        self._backends = tuple(dict.fromkeys(layer.backend for layer in layers.values()))
+        self.support: AttentionCGSupport = lowest(backend.support for backend in self._backends)
+        self.plans_every_step = any(backend.plans_every_step for backend in self._backends)
+        self._cache = cache
+        self._num_blocks = num_blocks
+        self.input_spec = (
+            InputSpec("query_start_loc", (Dim.NUM_REQS_PLUS_1,), torch.int32),
+            InputSpec("seq_lens", (Dim.NUM_REQS,), torch.int32),
+            InputSpec("slot_mapping", (Dim.NUM_TOKENS,), torch.int64, pad=-1),
+            InputSpec("block_table", (Dim.NUM_REQS, cache.max_blocks_per_req), torch.int32),
+        )
+
+    def is_decode(self, batch: AttentionBatch, query_lens: npt.NDArray[np.int32]) -> bool:
+        """Whether every request had tokens before this step; a whole prompt had none."""
+        return bool((np.asarray(batch.seq_lens) > query_lens).all())
+
+    def fill(
+        self,
+        batch: AttentionBatch,
+        query_lens: npt.NDArray[np.int32],
+        host: Mapping[str, npt.NDArray[Any]],
+    ) -> None:
+        """Write a batch into the host's tensors, which are padded.
+
+        Args:
+            batch: the requests.
+            query_lens: `[num_reqs]`.
+            host: the tensors of `input_spec` by name.
+
+        Raises:
+            ValueError: the batch contradicts itself, or does not fit the cache.
+        """
+        num_reqs = len(query_lens)
+        starts, slots, table = host["query_start_loc"], host["slot_mapping"], host["block_table"]
+        np.cumsum(query_lens, out=starts[1 : num_reqs + 1])
+        num_tokens = int(starts[num_reqs])
+        starts[0] = 0
+        starts[num_reqs + 1 :] = num_tokens
+        seq_lens = host["seq_lens"]
+        seq_lens[:num_reqs] = batch.seq_lens
+        seq_lens[num_reqs:] = 0
+        blocks = np.asarray(batch.block_table)
+        width = blocks.shape[1]
+        if width > table.shape[1]:
+            width = table.shape[1]
+            blocks = blocks[:, :width]
+        table[:num_reqs, :width] = blocks
+        table[:num_reqs, width:] = 0
+        table[num_reqs:] = 0
+        self._check(query_lens, seq_lens[:num_reqs], width)
+        if batch.slot_mapping is None:
+            slots[:num_tokens] = self._slots(query_lens, seq_lens[:num_reqs], table, starts)
+        else:
+            slots[:num_tokens] = batch.slot_mapping
+        slots[num_tokens:] = -1
+
+    def build(
+        self,
+        batch: AttentionBatch,
+        query_lens: npt.NDArray[np.int32],
+        tensors: Mapping[str, torch.Tensor],
+    ) -> StepAttention:
+        """The metadata of a step outside of a full graph; the tensors must hold the batch.
+
+        Args:
+            batch: the requests.
+            query_lens: `[num_reqs]`.
+            tensors: of `input_spec` by name, on the device, padded.
+        """
+        host = _host_lengths(batch, query_lens)
+        metadata = self._metadata(
+            tensors,
+            max_query_len=int(query_lens.max(initial=0)),
+            max_seq_len=int(host.seq_lens.max(initial=0)),
+            uniform_query_len=_uniform(query_lens),
+            host=host,
+        )
+        prepared = {backend: backend.prepare(metadata) for backend in self._backends}
+        return StepAttention(self.layers, metadata, prepared)
+
+    def build_for_graph(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        key: BatchDescriptor,
+        batch: AttentionBatch | None = None,
+        query_lens: npt.NDArray[np.int32] | None = None,
+    ) -> StepAttention:
+        """The metadata of a key's full graph: its numbers hold for every batch of that key.
+
+        Args:
+            tensors: of `input_spec` by name, at the addresses that the graph reads.
+            key: of the graph.
+            batch: at replay, for backends that plan on the host; None before the capture.
+            query_lens: `[num_reqs]`, likewise.
+        """
+        query_len = key.num_tokens // key.num_reqs if key.uniform else 0
+        metadata = self._metadata(
+            tensors,
+            max_query_len=query_len or key.num_tokens,
+            max_seq_len=self._cache.max_model_len,
+            uniform_query_len=query_len,
+            host=None,
+        )
+        if batch is not None and query_lens is not None:
+            metadata = replace(metadata, host=_host_lengths(batch, query_lens))
+        prepared = {
+            backend: backend.prepare_for_graph(metadata, key) for backend in self._backends
+        }
+        return StepAttention(self.layers, replace(metadata, host=None), prepared)
+
+    def capture_batch(self, query_lens: npt.NDArray[np.int32]) -> AttentionBatch:
+        """A legal batch that stores nothing: every request is as long as its query.
+
+        Args:
+            query_lens: `[num_reqs]`, each at least 1.
+        """
+        table = np.zeros((len(query_lens), self._cache.max_blocks_per_req), np.int32)
+        slots = np.full(int(query_lens.sum()), -1)
+        return AttentionBatch(
+            seq_lens=np.minimum(query_lens, self._cache.max_model_len),
+            block_table=table,
+            slot_mapping=slots,
+        )
+
+    def _metadata(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        max_query_len: int,
+        max_seq_len: int,
+        uniform_query_len: int,
+        host: HostLengths | None,
+    ) -> AttentionMetadata:
+        return AttentionMetadata(
+            num_tokens=len(tensors["slot_mapping"]),
+            num_reqs=len(tensors["seq_lens"]),
+            query_start_loc=tensors["query_start_loc"],
+            seq_lens=tensors["seq_lens"],
+            block_table=tensors["block_table"],
+            slot_mapping=tensors["slot_mapping"],
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            uniform_query_len=uniform_query_len,
+            host=host,
+        )
+
+    def _slots(
+        self,
+        query_lens: npt.NDArray[np.int32],
+        seq_lens: npt.NDArray[np.int32],
+        table: npt.NDArray[np.int32],
+        starts: npt.NDArray[np.int32],
+    ) -> npt.NDArray[np.int64]:
+        """Where the block table puts the last `query_lens` tokens of each request."""
+        requests = np.repeat(np.arange(len(query_lens)), query_lens)
+        first = (seq_lens - query_lens - starts[: len(query_lens)])[requests]
+        positions = first + np.arange(len(requests))
+        blocks = table[requests, positions // self._cache.block_size].astype(np.int64)
+        slots: npt.NDArray[np.int64] = blocks * self._cache.block_size
+        return slots + positions % self._cache.block_size
+
+    def _check(
+        self, query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32], width: int
+    ) -> None:
+        longest = int(seq_lens.max(initial=0))
+        if longest > self._cache.max_model_len:
+            raise ValueError(
+                f"a request of {longest} tokens is longer than max_model_len="
+                f"{self._cache.max_model_len}; end it, or raise max_model_len"
+            )
+        if (seq_lens < query_lens).any():
+            raise ValueError(
+                f"seq_lens {seq_lens.tolist()} count this step's tokens too, so none may be "
+                f"below query_lens {query_lens.tolist()}"
+            )
+        needed = -(-longest // self._cache.block_size)
+        if width < needed:
+            raise ValueError(
+                f"the block table has {width} columns, but a request of {longest} tokens needs "
+                f"{needed} blocks of {self._cache.block_size}"
+            )
+
+
+def _host_lengths(batch: AttentionBatch, query_lens: npt.NDArray[np.int32]) -> HostLengths:
+    return HostLengths(
+        query_lens,
+        np.asarray(batch.seq_lens, dtype=np.int32),
+        np.asarray(batch.block_table, dtype=np.int32),
+    )
+
+
+def _uniform(query_lens: Sequence[int] | npt.NDArray[np.int32]) -> int:
+    """The query length that all requests have; else 0."""
+    lens = np.asarray(query_lens)
+    return int(lens[0]) if len(lens) and (lens == lens[0]).all() else 0

@@ -1,0 +1,226 @@
+"""Hugging Face causal models on a paged cache, unchanged: attention comes in by its interface.
+
+Batches are flattened to one row of tokens; positions come with them, and no mask is made, since
+attention finds the requests in the forward context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compile_backend.attention.builder import AttentionMetadataBuilder
+from compile_backend.attention.kv_cache import LayerCache
+from compile_backend.attention.layer import AttentionLayer
+from compile_backend.attention.ops import attention
+from compile_backend.attention.registry import AUTO, make_backend
+from compile_backend.attention.spec import AttentionSpec, CacheFormat
+from compile_backend.errors import ConfigError
+from compile_backend.step_inputs import Dim, InputSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+
+    from compile_backend.attention.backend import AttentionBackend
+
+INTERFACE = "cudagraph_modes"
+_PROBE = "cudagraph_modes_probe"
+
+CAUSAL_LM_INPUTS = (
+    InputSpec("input_ids", (1, Dim.NUM_TOKENS), torch.int64),
+    InputSpec("position_ids", (1, Dim.NUM_TOKENS), torch.int64),
+    InputSpec("logits_indices", (Dim.NUM_REQS,), torch.int64),
+)
+"""What `CausalLM.forward` takes, as a runner's `input_spec`."""
+
+CAUSAL_LM_OUTPUT = (Dim.NUM_REQS,)
+"""The leading size of what `CausalLM.forward` returns."""
+
+
+class CausalLM(torch.nn.Module):
+    """A Hugging Face causal model as a function of one flattened batch."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor
+    ) -> torch.Tensor:
+        """The logits of some tokens.
+
+        Args:
+            input_ids: `[1, num_tokens]` int64, request after request.
+            position_ids: `[1, num_tokens]` int64, of each token in its request.
+            logits_indices: `[num_reqs]` int64, the row of each request's last token.
+
+        Returns:
+            `[num_reqs, vocabulary]`.
+        """
+        result = self.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            logits_to_keep=logits_indices,
+        )
+        logits: torch.Tensor = result.logits
+        return logits[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedModel:
+    """A model, its caches, and what makes their metadata.
+
+    Attributes:
+        module: call it, compile it, or give it to a runner.
+        builder: the runner's `metadata_builder`.
+        cache: how the caches are stored.
+        num_blocks: of each cache; all are the caller's to hand out.
+    """
+
+    module: CausalLM
+    builder: AttentionMetadataBuilder
+    cache: CacheFormat
+    num_blocks: int
+
+
+def paged_model(
+    model: torch.nn.Module,
+    *,
+    num_blocks: int,
+    block_size: int = 16,
+    max_model_len: int | None = None,
+    backend: str | Callable[[str, AttentionSpec], str] = AUTO,
+    cache_dtype: torch.dtype | None = None,
+) -> PagedModel:
+    """Give a Hugging Face causal model a paged cache.
+
+    The model's attention implementation is changed to this one; its code and weights are not. One
+    token runs through it, to learn what each layer computes.
+
+    Args:
+        model: from `AutoModelForCausalLM`, on its device.
+        num_blocks: blocks of the cache; each holds `block_size` tokens for all layers.
+        block_size: tokens of a block.
+        max_model_len: most tokens of a request; the model's own limit if None.
+        backend: which attention backend to use, by name; `auto` takes the best one that can run.
+            A function of a layer's name and spec chooses for each layer.
+        cache_dtype: of stored keys and values; that of the model if None.
+
+    Raises:
+        ConfigError: the model's attention is not of a kind that this can replace.
+    """
+    device = next(model.parameters()).device
+    specs, dtype = _probe(model)
+    cache = CacheFormat(
+        block_size=block_size,
+        dtype=cache_dtype or dtype,
+        max_model_len=max_model_len or int(model.config.max_position_embeddings),  # type: ignore[union-attr, arg-type]
+    )
+    backends: dict[Hashable, AttentionBackend] = {}
+    layers = {}
+    for name, spec in specs.items():
+        chosen = backend if isinstance(backend, str) else backend(name, spec)
+        if (chosen, spec) not in backends:
+            backends[chosen, spec] = make_backend(chosen, spec, cache, device)
+        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_size)
+        keys, values = (torch.zeros(shape, dtype=cache.dtype, device=device) for _ in range(2))
+        layers[name] = AttentionLayer(name, backends[chosen, spec], LayerCache(keys, values))
+    builder = AttentionMetadataBuilder(layers, cache, num_blocks)
+    return PagedModel(CausalLM(model), builder, cache, num_blocks)
+
+
+def _paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls: `query` is `[1, heads, num_tokens, head_size]`, and so on."""
+    del attention_mask
+    query, key, value = (item[0].transpose(0, 1) for item in (query, key, value))
+    output = torch.empty(
+        (query.shape[0], query.shape[1], value.shape[2]), dtype=query.dtype, device=query.device
+    )
+    attention(query, key, value, output, str(module.layer_idx))
+    return output.unsqueeze(0), None
+
+
+def _probe(model: torch.nn.Module) -> tuple[Mapping[str, AttentionSpec], torch.dtype]:
+    """What each attention layer computes, and in which dtype, from a run of one token."""
+    from transformers import AttentionInterface
+
+    specs: dict[str, AttentionSpec] = {}
+    dtypes: list[torch.dtype] = []
+
+    def record(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        del attention_mask
+        _check_layer(module, query, value, specs, others)
+        specs[str(module.layer_idx)] = AttentionSpec(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_size=query.shape[3],
+            scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),
+            sliding_window=sliding_window,
+            soft_cap=softcap,
+        )
+        dtypes.append(value.dtype)
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    AttentionInterface.register(_PROBE, record)
+    AttentionInterface.register(INTERFACE, _paged_attention)
+    set_implementation: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
+    set_implementation(_PROBE)
+    token = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
+    with torch.no_grad():
+        model(input_ids=token, position_ids=token, use_cache=False)
+    set_implementation(INTERFACE)
+    if not specs:
+        raise ConfigError(
+            "model",
+            type(model).__name__,
+            "called no attention through transformers' attention interface",
+            "use a model that supports set_attn_implementation",
+        )
+    return specs, dtypes[0]
+
+
+def _check_layer(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    value: torch.Tensor,
+    specs: Mapping[str, AttentionSpec],
+    others: Mapping[str, Any],
+) -> None:
+    """Refuse attention that the op does not compute."""
+    index = getattr(module, "layer_idx", None)
+    problem = None
+    if index is None or str(index) in specs:
+        problem = "has attention layers without an index of their own"
+    elif not getattr(module, "is_causal", True):
+        problem = "has attention that is not causal"
+    elif query.shape[3] != value.shape[3]:
+        problem = "has values of another size than its keys"
+    elif others.get("s_aux") is not None:
+        problem = "has attention sinks"
+    if problem is not None:
+        raise ConfigError(
+            "model",
+            type(module).__name__,
+            f"{problem}, which paged attention does not cover",
+            "run it with its own static cache through torch.compile",
+        )

@@ -1,0 +1,122 @@
+"""What a runner captured, what that took, and what ran: measured, added up, and as text."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from compile_backend.config import CUDAGraphMode
+from compile_backend.reports import as_text, facts, stack, stats_keys
+from compile_backend.stats import KeyStats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from compile_backend.stats import GraphStats, Row
+
+
+class CaptureMeter:
+    """Seconds and device memory that captures took, by mode.
+
+    Args:
+        device: whose memory is measured; none is on a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds: dict[CUDAGraphMode, float] = {}
+        self.num_bytes: dict[CUDAGraphMode, int] = {}
+
+    def measure(self, mode: CUDAGraphMode, capture: Callable[[], None]) -> None:
+        """Run a capture of a mode."""
+        start, before = time.perf_counter(), self._reserved()
+        capture()
+        self.seconds[mode] = self.seconds.get(mode, 0.0) + time.perf_counter() - start
+        self.num_bytes[mode] = self.num_bytes.get(mode, 0) + self._reserved() - before
+
+    def _reserved(self) -> int:
+        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerReport:
+    """What `GraphModelRunner.report()` tells.
+
+    Attributes:
+        mode_asked: the mode asked for, or the default.
+        mode_resolved: what it was lowered to; empty before `capture()`.
+        downgrades: each lowering with its reason.
+        by_key: the counts of each (mode, key): steps and padding of the runner, captures and
+            replays of graphs, of which a step at PIECEWISE has one for each piece.
+        capture_s: seconds of capturing, by mode.
+        num_bytes: device memory that graphs took, by mode.
+        num_graphs: graphs captured, by mode.
+        input_bytes: device memory of the steps' inputs.
+    """
+
+    mode_asked: str
+    mode_resolved: str
+    downgrades: tuple[str, ...]
+    by_key: dict[Row, KeyStats]
+    capture_s: dict[CUDAGraphMode, float]
+    num_bytes: dict[CUDAGraphMode, int]
+    num_graphs: dict[CUDAGraphMode, int]
+    input_bytes: int
+
+    def steps(self, mode: CUDAGraphMode) -> int:
+        """Steps that ran at a mode."""
+        return sum(counts.steps for (at, _), counts in self.by_key.items() if at is mode)
+
+    def __str__(self) -> str:
+        graphs = [
+            f"{mode.name}: {self.num_graphs.get(mode, 0)} graphs in {seconds:.2f} s, "
+            f"{self.num_bytes.get(mode, 0) / 2**20:.1f} MiB"
+            for mode, seconds in self.capture_s.items()
+        ]
+        about = {
+            "mode asked for": self.mode_asked,
+            "mode resolved": self.mode_resolved or "not yet",
+            "lowered since": self.downgrades,
+            "captured": graphs,
+            "inputs of a step": f"{self.input_bytes / 2**20:.1f} MiB",
+        }
+        return as_text(stack((facts("Runner", about), stats_keys(self.by_key))))
+
+
+def graphs_by_mode(all_stats: Iterable[GraphStats]) -> dict[CUDAGraphMode, int]:
+    """Graphs captured, by mode."""
+    numbers: dict[CUDAGraphMode, int] = {}
+    for stats in all_stats:
+        for (mode, _), counts in stats.rows.items():
+            if counts.captures:
+                numbers[mode] = numbers.get(mode, 0) + counts.captures
+    return numbers
+
+
+def steps_with_graphs(own: GraphStats, compiled: Iterable[GraphStats]) -> dict[Row, KeyStats]:
+    """The runner's steps, with what the graphs of pieces did in them.
+
+    Args:
+        own: the runner's counts.
+        compiled: those of each compiled graph, which count the same steps once more.
+    """
+    rows = {row: KeyStats() for row in own.rows}
+    for row, counts in own.rows.items():
+        rows[row].add(counts)
+    for stats in compiled:
+        for (mode, key), counts in stats.rows.items():
+            if mode is not CUDAGraphMode.PIECEWISE:
+                continue
+            extra = tuple(item for item in key.extra if not _is_sizes(item))
+            kept = KeyStats()
+            kept.add(counts)
+            kept.steps = kept.padding = 0
+            rows.setdefault((mode, key._replace(extra=extra)), KeyStats()).add(kept)
+    return dict(sorted(rows.items(), key=lambda item: (item[0][0].name, item[0][1])))
+
+
+def _is_sizes(item: object) -> bool:
+    return isinstance(item, tuple) and item[:1] == ("sizes",)

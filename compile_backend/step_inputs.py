@@ -1,0 +1,299 @@
+"""The inputs of one step in memory that stays: laid out for the padded batch, sent in one copy.
+
+All tensors of a step lie in one block of bytes, one after the other for the sizes of its key, on
+the host and on the device alike. A step writes the host's block and copies it at once. Keys share
+the block, since only one step runs at a time; nothing here knows what the tensors mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from compile_backend.errors import ConfigError
+from compile_backend.torch_internals import copy_all
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_ALIGNMENT = 256
+
+Arrays = Mapping[str, np.ndarray[Any, np.dtype[Any]]]
+
+
+class Dim(Enum):
+    """A size that changes from step to step."""
+
+    NUM_TOKENS = "num_tokens"
+    NUM_REQS = "num_reqs"
+    NUM_REQS_PLUS_1 = "num_reqs + 1"
+
+    def of(self, num_tokens: int, num_reqs: int) -> int:
+        """The size in one batch."""
+        if self is Dim.NUM_TOKENS:
+            return num_tokens
+        return num_reqs if self is Dim.NUM_REQS else num_reqs + 1
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """One tensor that every step brings.
+
+    Attributes:
+        name: of the argument.
+        shape: fixed sizes, and one `Dim`.
+        dtype: of the elements.
+        pad: fills the rows beyond the batch's own.
+
+    Raises:
+        ConfigError: the shape does not hold exactly one `Dim`.
+    """
+
+    name: str
+    shape: tuple[int | Dim, ...]
+    dtype: torch.dtype
+    pad: int = 0
+
+    def __post_init__(self) -> None:
+        if sum(isinstance(size, Dim) for size in self.shape) != 1:
+            raise ConfigError(
+                f"input_spec[{self.name!r}].shape",
+                self.shape,
+                "does not hold exactly one size that changes with the batch",
+                "use one of Dim.NUM_TOKENS, Dim.NUM_REQS, Dim.NUM_REQS_PLUS_1, such as "
+                "(1, Dim.NUM_TOKENS)",
+            )
+
+    @property
+    def axis(self) -> int:
+        """Which dimension changes."""
+        return next(i for i, size in enumerate(self.shape) if isinstance(size, Dim))
+
+    @property
+    def dim(self) -> Dim:
+        """How it changes."""
+        dim = self.shape[self.axis]
+        assert isinstance(dim, Dim)
+        return dim
+
+    def sizes(self, num_tokens: int, num_reqs: int) -> tuple[int, ...]:
+        """The shape in one batch."""
+        return tuple(
+            size.of(num_tokens, num_reqs) if isinstance(size, Dim) else size for size in self.shape
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one input lies in a layout.
+
+    Attributes:
+        spec: of the input.
+        hosts: in each block of the host.
+        arrays: the same as arrays; None for an element type that arrays lack.
+        device: on the device.
+    """
+
+    spec: InputSpec
+    hosts: tuple[torch.Tensor, ...]
+    arrays: tuple[np.ndarray[Any, Any], ...] | None
+    device: torch.Tensor
+
+    def rows(self, start: int | None, end: int | None) -> tuple[slice, ...]:
+        """The index of rows in the dimension that changes."""
+        return (*(slice(None),) * self.spec.axis, slice(start, end))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The inputs of all batches with one padded size.
+
+    Attributes:
+        num_tokens: padded.
+        num_reqs: padded.
+        tensors: by name, on the device, at addresses that stay.
+        places: likewise, with the memory of the host.
+        arrays: by name, for each block of the host, where the element type has arrays.
+        blocks: what is copied, from the host and to the device, for each block of the host.
+    """
+
+    num_tokens: int
+    num_reqs: int
+    tensors: Mapping[str, torch.Tensor]
+    places: Mapping[str, Place]
+    arrays: tuple[Arrays, ...]
+    blocks: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+class StepInputs:
+    """Persistent memory for the inputs of a step.
+
+    Args:
+        specs: every input; names are unique.
+        device: where graphs read them.
+        max_num_tokens: most tokens of a step, padding included.
+        max_num_reqs: most requests of a step, padding included.
+
+    Raises:
+        ConfigError: two inputs have one name.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[InputSpec],
+        device: torch.device,
+        *,
+        max_num_tokens: int,
+        max_num_reqs: int,
+    ) -> None:
+        names = [spec.name for spec in specs]
+        if len(set(names)) < len(names):
+            raise ConfigError("input_spec", names, "holds a name twice", "name each input once")
+        self._specs = tuple(specs)
+        self._layouts: dict[tuple[int, int], Layout] = {}
+        self.max_num_tokens, self.max_num_reqs = max_num_tokens, max_num_reqs
+        _, num_bytes = self._offsets(max_num_tokens, max_num_reqs)
+        self._device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        if device.type == "cuda":
+            # Two blocks: the host fills one while the device may still read the other.
+            self._host_bytes = [
+                torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+            ]
+            self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        else:
+            self._host_bytes = [self._device_bytes]
+            self._copied = []
+        self._turn = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory on the device."""
+        return self._device_bytes.numel()
+
+    def layout(self, num_tokens: int, num_reqs: int, *, keep: bool = True) -> Layout:
+        """Where the inputs of a padded batch lie.
+
+        Args:
+            num_tokens: of the padded batch.
+            num_reqs: of the padded batch.
+            keep: hold on to the layout; a batch that is not padded may never come again.
+        """
+        layout = self._layouts.get((num_tokens, num_reqs))
+        if layout is None:
+            layout = self._make(num_tokens, num_reqs)
+            if keep:
+                self._layouts[num_tokens, num_reqs] = layout
+        return layout
+
+    def begin(self) -> int:
+        """Take a host block for the next step; waits if the device still reads it."""
+        if self._copied:
+            self._turn ^= 1
+            self._copied[self._turn].synchronize()
+        return self._turn
+
+    def put(
+        self, place: Place, value: Any, size: int, turn: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Write one input of the batch, and fill what the padding adds.
+
+        Args:
+            place: where the input lies.
+            value: numbers, an array or a tensor.
+            size: its rows in the dimension that changes, without padding.
+            turn: which host block.
+
+        Returns:
+            The tensors to copy to and from once the block is sent, if the value is on a device.
+
+        Raises:
+            ValueError: the value has another shape.
+        """
+        host: Any = place.hosts[turn] if place.arrays is None else place.arrays[turn]
+        inside = place.rows(None, size)
+        if host.shape[place.spec.axis] > size:
+            host[place.rows(size, None)] = place.spec.pad
+        own = host[inside]
+        if isinstance(value, torch.Tensor):
+            _check_shape(place.spec, value.shape, own.shape)
+            if value.device.type != "cpu":
+                return place.device[inside], value
+            place.hosts[turn][inside].copy_(value)
+            return None
+        value = np.asarray(value) if place.arrays is not None else torch.as_tensor(value)
+        _check_shape(place.spec, value.shape, own.shape)
+        own[...] = value
+        return None
+
+    def send(
+        self,
+        layout: Layout,
+        turn: int,
+        from_device: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> None:
+        """Copy the block to the device, then over it what is there already."""
+        if self._copied:
+            source, target = layout.blocks[turn]
+            target.copy_(source, non_blocking=True)
+            self._copied[turn].record()
+        if from_device:
+            targets, sources = zip(*from_device, strict=True)
+            copy_all(targets, sources)
+
+    def _offsets(self, num_tokens: int, num_reqs: int) -> tuple[list[int], int]:
+        offsets, end = [], 0
+        for spec in self._specs:
+            offsets.append(end)
+            size = math.prod(spec.sizes(num_tokens, num_reqs)) * spec.dtype.itemsize
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return offsets, end
+
+    def _make(self, num_tokens: int, num_reqs: int) -> Layout:
+        assert num_tokens <= self.max_num_tokens
+        assert num_reqs <= self.max_num_reqs
+        offsets, num_bytes = self._offsets(num_tokens, num_reqs)
+        places = {}
+        for spec, offset in zip(self._specs, offsets, strict=True):
+            sizes = spec.sizes(num_tokens, num_reqs)
+            hosts = tuple(_view(block, offset, spec.dtype, sizes) for block in self._host_bytes)
+            has_arrays = spec.dtype not in _NOT_IN_NUMPY
+            arrays = tuple(host.numpy() for host in hosts) if has_arrays else None
+            device = _view(self._device_bytes, offset, spec.dtype, sizes)
+            places[spec.name] = Place(spec, hosts, arrays, device)
+        blocks = tuple(
+            (block[:num_bytes], self._device_bytes[:num_bytes]) for block in self._host_bytes
+        )
+        tensors = {name: place.device for name, place in places.items()}
+        by_turn: tuple[Arrays, ...] = tuple(
+            {
+                name: place.arrays[turn]
+                for name, place in places.items()
+                if place.arrays is not None
+            }
+            for turn in range(len(self._host_bytes))
+        )
+        return Layout(num_tokens, num_reqs, tensors, places, by_turn, blocks)
+
+
+_NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _view(
+    block: torch.Tensor, offset: int, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> torch.Tensor:
+    end = offset + math.prod(sizes) * dtype.itemsize
+    return block[offset:end].view(dtype).view(sizes)
+
+
+def _check_shape(spec: InputSpec, given: Sequence[int], expected: Sequence[int]) -> None:
+    if tuple(given) != tuple(expected):
+        raise ValueError(
+            f"input {spec.name!r} has shape {tuple(given)}, but this batch needs "
+            f"{tuple(expected)}; its spec is {spec.shape}"
+        )
