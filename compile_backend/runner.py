@@ -1,35 +1,37 @@
 """`GraphModelRunner`: a model's steps, as an inference engine's own loop runs them.
 
-Per step: pad, fill the inputs, make the metadata, dispatch, replay. A step at FULL copies inputs
-and replays, and touches neither Dynamo nor the model's Python. What to capture is the
-dispatcher's to know, what attention reads the metadata builder's.
+Per step: dispatch, pad, fill the inputs, make the metadata, run. What to capture is the
+dispatcher's to know, what attention reads the metadata builder's, and how a full graph is held
+that of `full_steps`.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from compile_backend.backend import cudagraph_modes
 from compile_backend.batch import BatchDescriptor, graph_key
+from compile_backend.batch_loader import BatchLoader
 from compile_backend.capture_session import CaptureKeys
 from compile_backend.config import CompilationConfig, CUDAGraphMode
 from compile_backend.context import (
     ForwardContext,
     SetBy,
-    current_capture_session,
     enter_capture_session,
     enter_forward_context,
 )
 from compile_backend.dispatch import CudagraphDispatcher
 from compile_backend.errors import CaptureError, ConfigError
+from compile_backend.full_steps import FullSteps
 from compile_backend.once import WarnOnce
 from compile_backend.progress import capture_progress
 from compile_backend.resolve import Resolution, default_mode, resolve_cudagraph_mode
+from compile_backend.runner_batch import Batch, MetadataBuilder, spread
 from compile_backend.runner_report import (
     CaptureMeter,
     RunnerReport,
@@ -41,13 +43,11 @@ from compile_backend.step_inputs import Dim, InputSpec, Layout, StepInputs
 from compile_backend.support import AttentionCGSupport, lowest
 from compile_backend.torch_internals import mark_step_input, size_1_like_any_other, tree_map
 from compile_backend.weights import Weights
-from compile_backend.wrapper import CUDAGraphWrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
-
 
 logger = logging.getLogger(__name__)
 
@@ -56,87 +56,13 @@ _PIECEWISE = CUDAGraphMode.PIECEWISE
 _FULL = CUDAGraphMode.FULL
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """One step's work, without padding.
-
-    Attributes:
-        query_lens: tokens that each request adds, each at least 1; `[num_reqs]`.
-        inputs: what the model takes, by name; arrays, sequences of numbers, or tensors. What is on
-            the device already is copied there.
-        attention: what the runner's metadata builder takes.
-        all_decode: False says that some request is no decode, whatever its length. None: the
-            metadata builder tells.
-        num_active_loras: distinct adapters in use.
-        use_cascade_attn: attention of this step cannot be captured.
-        extra: whatever else selects a graph, such as a flag that changes the control flow.
-    """
-
-    query_lens: Any
-    inputs: Mapping[str, Any]
-    attention: Any = None
-    all_decode: bool | None = None
-    num_active_loras: int = 0
-    use_cascade_attn: bool = False
-    extra: tuple[Any, ...] = ()
-
-
-class MetadataBuilder(Protocol):
-    """Makes what attention ops read of a step; see `AttentionMetadataBuilder`."""
-
-    support: AttentionCGSupport
-    input_spec: Sequence[InputSpec]
-    plans_every_step: bool
-
-    def is_decode(self, batch: Any, query_lens: npt.NDArray[np.int32]) -> bool:
-        """Whether every request had tokens before this step."""
-
-    def fill(
-        self,
-        batch: Any,
-        query_lens: npt.NDArray[np.int32],
-        host: Mapping[str, npt.NDArray[Any]],
-    ) -> None:
-        """Write a batch into the padded tensors of the host."""
-
-    def build(
-        self,
-        batch: Any,
-        query_lens: npt.NDArray[np.int32],
-        tensors: Mapping[str, torch.Tensor],
-    ) -> Any:
-        """The metadata of a step outside of a full graph."""
-
-    def build_for_graph(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        key: BatchDescriptor,
-        batch: Any = None,
-        query_lens: npt.NDArray[np.int32] | None = None,
-    ) -> Any:
-        """The metadata of a key's full graph."""
-
-    def capture_batch(self, query_lens: npt.NDArray[np.int32]) -> Any:
-        """A legal batch that changes nothing, as `fill` takes it."""
-
-
 @dataclass(frozen=True, slots=True)
-class _FullStep:
-    """What a key's full graph reads: its inputs, and its metadata."""
-
-    layout: Layout
-    arguments: tuple[torch.Tensor, ...]
-    context: ForwardContext
-
-
-@dataclass(slots=True)
 class _Captured:
     """What `capture()` settled."""
 
     resolution: Resolution
     dispatcher: CudagraphDispatcher
-    full: CUDAGraphWrapper
-    steps: dict[BatchDescriptor, _FullStep] = field(default_factory=dict)
+    full: FullSteps
 
 
 class GraphModelRunner:
@@ -181,7 +107,6 @@ class GraphModelRunner:
             else CompilationConfig.from_options(config)
         )
         self._model = model
-        self._device = torch.empty(0, device=device).device  # with its index
         self._compiled = cudagraph_modes.facts(model)
         self._asked = self._mode_asked()
         self._builder = metadata_builder
@@ -189,20 +114,19 @@ class GraphModelRunner:
         self._max_num_seqs = max_num_seqs
         self._max_loras = max_loras
         self._output_axis = _output_axis(output_shape)
-        self._model_specs = tuple(input_spec)
-        self._builder_specs = tuple(metadata_builder.input_spec) if metadata_builder else ()
-        largest = self._dispatcher(_FULL).largest_size
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._inputs = StepInputs(
-            (*self._model_specs, *self._builder_specs),
-            self._device,
-            max_num_tokens=max(max_num_batched_tokens, largest),
+        builder_specs = metadata_builder.input_spec if metadata_builder is not None else ()
+        inputs = StepInputs(
+            (*input_spec, *builder_specs),
+            torch.empty(0, device=device).device,  # with its index
+            max_num_tokens=max(max_num_batched_tokens, self._dispatcher(_FULL).largest_size),
             max_num_reqs=max_num_seqs,
         )
-        self._engine = cudagraph_modes.new_engine(self._device)
+        self._loader = BatchLoader(inputs, input_spec, metadata_builder)
+        self._engine = cudagraph_modes.new_engine(inputs.device)
         self._weights = Weights(_module_of(model))
         self._warn_once = WarnOnce()
-        self._meter = CaptureMeter(self._device)
+        self._meter = CaptureMeter(self._loader.inputs.device)
         self._stats = GraphStats()
         self._captured: _Captured | None = None
 
@@ -235,11 +159,10 @@ class GraphModelRunner:
 
     def recapture(self, *, progress: bool = True) -> None:
         """Drop every graph and capture anew, as after new weights or another layout of memory."""
-        if self._captured is not None:
-            self._captured.full.reset()
+        self._captured = None
         if self._compiled is not None:
             cudagraph_modes.drop_graphs(self._model)
-        self._meter = CaptureMeter(self._device)
+        self._meter = CaptureMeter(self._loader.inputs.device)
         self.capture(progress=progress)
 
     def run(self, batch: Batch, *, highest_mode: CUDAGraphMode | None = None) -> Any:
@@ -263,11 +186,11 @@ class GraphModelRunner:
             raise CaptureError("nothing is captured yet; call capture() before the first run")
         query_lens = np.asarray(batch.query_lens, dtype=np.int32)
         num_reqs, num_tokens = len(query_lens), int(query_lens.sum())
-        self._check(batch, query_lens, num_tokens)
+        self._check(query_lens, num_tokens)
         mode, key = self._dispatch(captured, batch, query_lens, num_tokens, highest_mode)
         with torch.no_grad():
             if mode is _FULL:
-                outputs = self._run_full(captured, key, batch, query_lens, num_tokens)
+                outputs = captured.full.run(key, batch, query_lens, num_tokens)
             else:
                 outputs = self._run_model(mode, key, batch, query_lens, num_tokens)
         stats = self._stats.at(mode, graph_key(mode, key))
@@ -289,7 +212,7 @@ class GraphModelRunner:
             capture_s=self._meter.seconds,
             num_bytes=self._meter.num_bytes,
             num_graphs=graphs_by_mode([self._stats, *compiled]),
-            input_bytes=self._inputs.num_bytes,
+            input_bytes=self._loader.inputs.num_bytes,
         )
 
     # --- before capture ---
@@ -328,9 +251,9 @@ class GraphModelRunner:
         num_tokens = min(self._dispatcher(_FULL).largest_size, self._max_num_batched_tokens)
         # Dynamo takes sizes that are equal in the first call for equal in every call.
         num_reqs = min(self._max_num_seqs, max(1, num_tokens // 2))
-        query_lens = _spread(num_tokens, num_reqs)
+        query_lens = spread(num_tokens, num_reqs)
         key = BatchDescriptor(num_tokens, num_reqs)
-        self._run_model(_NONE, key, self._capture_batch(query_lens), query_lens, num_tokens)
+        self._run_model(_NONE, key, self._loader.capture_batch(query_lens), query_lens, num_tokens)
 
     def _settle(self) -> _Captured:
         support, is_split = AttentionCGSupport.ALWAYS, False
@@ -348,78 +271,29 @@ class GraphModelRunner:
         )
         for downgrade in resolution.downgrades:
             self._warn_once(logger, downgrade, "%s", downgrade)
-        full = CUDAGraphWrapper(
+        full = FullSteps(
             self._call,
-            _FULL,
-            engine=self._engine,
-            name="the whole model",
-            num_warmups=self.config.cudagraph_num_of_warmups,
-            stats=self._stats,
-            keep_outputs=False,
-            strict=self.config.strict,
-            check_addresses=self.config.debug == "addresses",
-            verify=self.config.debug == "verify",
+            self._loader,
+            lambda key: self._layout(key.num_tokens, key.num_reqs),
+            self._engine,
+            self.config,
+            self._stats,
+            self._weights,
+            self._warn_once,
         )
         return _Captured(resolution, self._dispatcher(resolution.mode), full)
 
     def _warm_up(self, captured: _Captured, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
-        num_reqs = key.num_reqs if mode is _FULL else min(key.num_tokens, self._max_num_seqs)
-        query_lens = _spread(key.num_tokens, num_reqs)
-        batch = self._capture_batch(query_lens)
-        if mode is _PIECEWISE:
-            self._run_model(mode, key, batch, query_lens, key.num_tokens)
+        if mode is _FULL:
+            captured.full.warm_up(key)
             return
-        step = self._full_step(captured, key)
-        self._load(step.layout, batch, query_lens, key.num_tokens)
-        with enter_forward_context(step.context, SetBy.RUNNER):
-            captured.full(*step.arguments)
-        session = current_capture_session()
-        assert session is not None
-        session.add(
-            (id(self), mode, key),
-            (key.num_tokens, mode.value),
-            lambda: self._capture_full(captured, key),
-            self._engine.session,
-        )
-
-    def _capture_full(self, captured: _Captured, key: BatchDescriptor) -> None:
-        step = captured.steps[key]
-        with enter_forward_context(step.context, SetBy.RUNNER):
-            try:
-                captured.full.capture(key, step.arguments)
-            except CaptureError as error:
-                if self.config.strict:
-                    raise
-                logger.warning("%s; it runs at a lower mode from now on", error)
-
-    def _full_step(self, captured: _Captured, key: BatchDescriptor) -> _FullStep:
-        step = captured.steps.get(key)
-        if step is None:
-            layout = self._layout(key.num_tokens, key.num_reqs)
-            tensors = layout.tensors
-            metadata = None
-            if self._builder is not None:
-                metadata = self._builder.build_for_graph(tensors, key)
-            step = captured.steps[key] = _FullStep(
-                layout,
-                tuple(tensors[spec.name] for spec in self._model_specs),
-                ForwardContext(metadata, _FULL, key),
-            )
-        return step
-
-    def _capture_batch(self, query_lens: npt.NDArray[np.int32]) -> Batch:
-        """A legal batch that changes nothing; its inputs hold the padding value."""
-        num_tokens, num_reqs = int(query_lens.sum()), len(query_lens)
-        inputs = {
-            spec.name: np.full(spec.sizes(num_tokens, num_reqs), spec.pad)
-            for spec in self._model_specs
-        }
-        attention = None if self._builder is None else self._builder.capture_batch(query_lens)
-        return Batch(query_lens=query_lens, inputs=inputs, attention=attention)
+        query_lens = spread(key.num_tokens, min(key.num_tokens, self._max_num_seqs))
+        batch = self._loader.capture_batch(query_lens)
+        self._run_model(mode, key, batch, query_lens, key.num_tokens)
 
     # --- a step ---
 
-    def _check(self, batch: Batch, query_lens: npt.NDArray[np.int32], num_tokens: int) -> None:
+    def _check(self, query_lens: npt.NDArray[np.int32], num_tokens: int) -> None:
         num_reqs = len(query_lens)
         if num_reqs > self._max_num_seqs or num_tokens > self._max_num_batched_tokens:
             raise ValueError(
@@ -431,15 +305,6 @@ class GraphModelRunner:
             raise ValueError(
                 f"query_lens {query_lens.tolist()} hold a request without tokens; leave it out"
             )
-        if batch.inputs.keys() != self._input_names:
-            raise ValueError(
-                f"the batch has inputs {sorted(batch.inputs)}, but input_spec names "
-                f"{sorted(self._input_names)}"
-            )
-
-    @property
-    def _input_names(self) -> set[str]:
-        return {spec.name for spec in self._model_specs}
 
     def _dispatch(
         self,
@@ -474,52 +339,6 @@ class GraphModelRunner:
             return captured.dispatcher.dispatch(descriptor, highest_mode=_PIECEWISE)
         return mode, key
 
-    def _load(
-        self, layout: Layout, batch: Batch, query_lens: npt.NDArray[np.int32], num_tokens: int
-    ) -> None:
-        """Bring the batch to the layout's addresses, padding included."""
-        inputs, turn = self._inputs, self._inputs.begin()
-        from_device = []
-        for spec in self._model_specs:
-            size = spec.dim.of(num_tokens, len(query_lens))
-            later = inputs.put(layout.places[spec.name], batch.inputs[spec.name], size, turn)
-            if later is not None:
-                from_device.append(later)
-        if self._builder is not None:
-            self._builder.fill(batch.attention, query_lens, layout.arrays[turn])
-        inputs.send(layout, turn, from_device)
-
-    def _run_full(
-        self,
-        captured: _Captured,
-        key: BatchDescriptor,
-        batch: Batch,
-        query_lens: npt.NDArray[np.int32],
-        num_tokens: int,
-    ) -> Any:
-        step = self._full_step(captured, key)
-        self._load(step.layout, batch, query_lens, num_tokens)
-        if self._builder is not None and self._builder.plans_every_step:
-            self._builder.build_for_graph(step.layout.tensors, key, batch.attention, query_lens)
-        if self._weights.have_moved():
-            self._drop_graphs(captured)
-        outputs = captured.full.replay_held(key)
-        if outputs is None:
-            with enter_forward_context(step.context, SetBy.RUNNER), self._engine.session():
-                outputs = captured.full(*step.arguments)
-        return outputs
-
-    def _drop_graphs(self, captured: _Captured) -> None:
-        self._warn_once(
-            logger,
-            "moved",
-            "a weight is at another address than when the graphs were captured (told once); each "
-            "is captured again at its next step. Call recapture() to do so at once",
-        )
-        for key in captured.steps:
-            captured.full.drop(key)
-        self._weights.note()
-
     def _run_model(
         self,
         mode: CUDAGraphMode,
@@ -532,23 +351,22 @@ class GraphModelRunner:
         is_padded = mode is _PIECEWISE
         num_reqs = min(key.num_tokens, self._max_num_seqs) if is_padded else len(query_lens)
         layout = self._layout(key.num_tokens, num_reqs, keep=is_padded)
-        self._load(layout, batch, query_lens, num_tokens)
+        self._loader.load(layout, batch, query_lens, num_tokens)
         metadata = None
         if self._builder is not None:
             metadata = self._builder.build(batch.attention, query_lens, layout.tensors)
-        context = ForwardContext(metadata, mode, key)
-        with enter_forward_context(context, SetBy.USER):
-            return self._call(*(layout.tensors[spec.name] for spec in self._model_specs))
+        with enter_forward_context(ForwardContext(metadata, mode, key), SetBy.USER):
+            return self._call(*self._loader.arguments(layout))
 
     def _layout(self, num_tokens: int, num_reqs: int, *, keep: bool = True) -> Layout:
-        layout = self._inputs.layout(num_tokens, num_reqs, keep=keep)
+        layout = self._loader.inputs.layout(num_tokens, num_reqs, keep=keep)
         if self._compiled is not None:
-            for spec in self._model_specs:
+            for spec in self._loader.specs:
                 mark_step_input(layout.tensors[spec.name], spec.axis)
         return layout
 
     def _call(self, *arguments: torch.Tensor) -> Any:
-        names = (spec.name for spec in self._model_specs)
+        names = (spec.name for spec in self._loader.specs)
         return self._model(**dict(zip(names, arguments, strict=True)))
 
     def _cut(self, outputs: Any, num_tokens: int, num_reqs: int) -> Any:
@@ -562,13 +380,6 @@ class GraphModelRunner:
             lambda item: item.narrow(axis, 0, size) if isinstance(item, torch.Tensor) else item,
             outputs,
         )
-
-
-def _spread(num_tokens: int, num_reqs: int) -> npt.NDArray[np.int32]:
-    """Query lengths of some requests that make up a number of tokens, as even as can be."""
-    lens = np.full(num_reqs, num_tokens // num_reqs, np.int32)
-    lens[: num_tokens % num_reqs] += 1
-    return lens
 
 
 def _output_axis(output_shape: Sequence[int | Dim]) -> tuple[int, Dim | None]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from compile_backend.errors import ConfigError
-from compile_backend.torch_internals import copy_all
+from compile_backend.torch_internals import copy_all, weak_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,6 +157,7 @@ class StepInputs:
             raise ConfigError("input_spec", names, "holds a name twice", "name each input once")
         self._specs = tuple(specs)
         self._layouts: dict[tuple[int, int], Layout] = {}
+        self.device = device
         self.max_num_tokens, self.max_num_reqs = max_num_tokens, max_num_reqs
         _, num_bytes = self._offsets(max_num_tokens, max_num_reqs)
         self._device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -287,8 +288,13 @@ _NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 def _view(
     block: torch.Tensor, offset: int, dtype: torch.dtype, sizes: tuple[int, ...]
 ) -> torch.Tensor:
-    end = offset + math.prod(sizes) * dtype.itemsize
-    return block[offset:end].view(dtype).view(sizes)
+    """A part of a block, as a tensor that starts its own storage.
+
+    Dynamo would take the offset of an ordinary view for one more size that changes.
+    """
+    part = block[offset : offset + math.prod(sizes) * dtype.itemsize]
+    part = weak_part(part) if part.is_cuda else torch.from_numpy(part.numpy())
+    return part.view(dtype).view(sizes)
 
 
 def _check_shape(spec: InputSpec, given: Sequence[int], expected: Sequence[int]) -> None:

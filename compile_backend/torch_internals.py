@@ -358,17 +358,27 @@ def _spread(wrapped: Any) -> Callable[[list[Any]], Sequence[Any]]:
 
 def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A CUDA tensor on the same memory that does not keep that memory allocated."""
-    if tensor.numel() == 0 or tensor.untyped_storage().nbytes() == 0:
+    storage = tensor.untyped_storage()
+    if tensor.numel() == 0 or storage.nbytes() == 0:
         return tensor
-    storage = torch._C._construct_storage_from_data_pointer(
-        tensor.untyped_storage().data_ptr(), tensor.device, tensor.untyped_storage().nbytes()
-    )
+    return _tensor_at(storage.data_ptr(), storage.nbytes(), tensor, int(tensor.storage_offset()))
+
+
+def weak_part(part: torch.Tensor) -> torch.Tensor:
+    """A dense part of a CUDA tensor as a tensor that starts its own storage, likewise."""
+    return _tensor_at(part.data_ptr(), part.numel() * part.element_size(), part, 0)
+
+
+def _tensor_at(
+    address: int, num_bytes: int, like: torch.Tensor, storage_offset: int
+) -> torch.Tensor:
+    storage = torch._C._construct_storage_from_data_pointer(address, like.device, num_bytes)
     metadata = {
-        "size": tensor.size(),
-        "stride": tensor.stride(),
-        "dtype": tensor.dtype,
-        "device": tensor.device,
-        "storage_offset": tensor.storage_offset(),
+        "size": like.size(),
+        "stride": like.stride(),
+        "dtype": like.dtype,
+        "device": like.device,
+        "storage_offset": storage_offset,
     }
     weak: torch.Tensor = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(
         metadata, storage

@@ -1,0 +1,80 @@
+"""A batch on its way to the addresses that graphs read: the model's inputs, and attention's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from compile_backend.runner_batch import Batch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+    import torch
+
+    from compile_backend.runner_batch import MetadataBuilder
+    from compile_backend.step_inputs import InputSpec, Layout, StepInputs
+
+
+class BatchLoader:
+    """Fills layouts with batches.
+
+    Args:
+        inputs: the memory; its specs are those of the model, then those of the builder.
+        specs: of the model's inputs.
+        builder: of the attention metadata; None without attention.
+    """
+
+    def __init__(
+        self, inputs: StepInputs, specs: Sequence[InputSpec], builder: MetadataBuilder | None
+    ) -> None:
+        self.inputs = inputs
+        self.specs = tuple(specs)
+        self.builder = builder
+        self._names = {spec.name for spec in specs}
+
+    def load(
+        self, layout: Layout, batch: Batch, query_lens: npt.NDArray[np.int32], num_tokens: int
+    ) -> None:
+        """Bring a batch to a layout's addresses, padding included.
+
+        Args:
+            layout: of the padded batch.
+            batch: without padding.
+            query_lens: `[num_reqs]`.
+            num_tokens: their sum.
+
+        Raises:
+            ValueError: an input is missing, unknown or of another shape, or attention finds the
+                batch contradictory.
+        """
+        if batch.inputs.keys() != self._names:
+            raise ValueError(
+                f"the batch has inputs {sorted(batch.inputs)}, but input_spec names "
+                f"{sorted(self._names)}"
+            )
+        inputs, turn = self.inputs, self.inputs.begin()
+        from_device = []
+        for spec in self.specs:
+            size = spec.dim.of(num_tokens, len(query_lens))
+            later = inputs.put(layout.places[spec.name], batch.inputs[spec.name], size, turn)
+            if later is not None:
+                from_device.append(later)
+        if self.builder is not None:
+            self.builder.fill(batch.attention, query_lens, layout.arrays[turn])
+        inputs.send(layout, turn, from_device)
+
+    def arguments(self, layout: Layout) -> tuple[torch.Tensor, ...]:
+        """The model's inputs in a layout, in the order of their specs."""
+        return tuple(layout.tensors[spec.name] for spec in self.specs)
+
+    def capture_batch(self, query_lens: npt.NDArray[np.int32]) -> Batch:
+        """A legal batch that changes nothing; its inputs hold the padding value."""
+        num_tokens, num_reqs = int(query_lens.sum()), len(query_lens)
+        inputs = {
+            spec.name: np.full(spec.sizes(num_tokens, num_reqs), spec.pad) for spec in self.specs
+        }
+        attention = None if self.builder is None else self.builder.capture_batch(query_lens)
+        return Batch(query_lens=query_lens, inputs=inputs, attention=attention)

@@ -1,0 +1,169 @@
+"""Steps that are one graph: captured for their key, and replayed without the model's Python.
+
+A replay copies inputs, looks whether weights are where they were, and replays. It asks nobody
+which key to take.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from compile_backend.config import CUDAGraphMode
+from compile_backend.context import (
+    ForwardContext,
+    SetBy,
+    current_capture_session,
+    enter_forward_context,
+)
+from compile_backend.errors import CaptureError
+from compile_backend.runner_batch import spread
+from compile_backend.wrapper import CUDAGraphWrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    from compile_backend.batch import BatchDescriptor
+    from compile_backend.batch_loader import BatchLoader
+    from compile_backend.config import CompilationConfig
+    from compile_backend.graph_engine import GraphEngine
+    from compile_backend.once import WarnOnce
+    from compile_backend.runner_batch import Batch
+    from compile_backend.stats import GraphStats
+    from compile_backend.step_inputs import Layout
+    from compile_backend.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _FullStep:
+    """What a key's graph reads: its inputs, and its metadata."""
+
+    layout: Layout
+    arguments: tuple[torch.Tensor, ...]
+    context: ForwardContext
+
+
+class FullSteps:
+    """The full graphs of a runner.
+
+    Args:
+        call: the model, called with its inputs in order.
+        loader: fills the inputs.
+        layout: makes the layout of a key.
+        engine: captures and replays.
+        config: warm-ups, `strict` and `debug`.
+        stats: where to count.
+        weights: that the graphs read.
+        warn_once: of the runner.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        loader: BatchLoader,
+        layout: Callable[[BatchDescriptor], Layout],
+        engine: GraphEngine,
+        config: CompilationConfig,
+        stats: GraphStats,
+        weights: Weights,
+        warn_once: WarnOnce,
+    ) -> None:
+        self._loader = loader
+        self._layout = layout
+        self._engine = engine
+        self._strict = config.strict
+        self._weights = weights
+        self._warn_once = warn_once
+        self._steps: dict[BatchDescriptor, _FullStep] = {}
+        self._wrapper = CUDAGraphWrapper(
+            call,
+            CUDAGraphMode.FULL,
+            engine=engine,
+            name="the whole model",
+            num_warmups=config.cudagraph_num_of_warmups,
+            stats=stats,
+            keep_outputs=False,
+            strict=config.strict,
+            check_addresses=config.debug == "addresses",
+            verify=config.debug == "verify",
+        )
+
+    def failure(self, key: BatchDescriptor) -> str | None:
+        """Why a key could not be captured; None if it could."""
+        return self._wrapper.failure(key)
+
+    def warm_up(self, key: BatchDescriptor) -> None:
+        """Run a key's step eagerly on a legal batch, and put its capture on the list."""
+        step = self._step(key)
+        query_lens = spread(key.num_tokens, key.num_reqs)
+        batch = self._loader.capture_batch(query_lens)
+        self._loader.load(step.layout, batch, query_lens, key.num_tokens)
+        with enter_forward_context(step.context, SetBy.RUNNER):
+            self._wrapper(*step.arguments)
+        session = current_capture_session()
+        assert session is not None, "the keys of a plan are captured together"
+        session.add(
+            (id(self), key),
+            (key.num_tokens, CUDAGraphMode.FULL.value),
+            lambda: self._capture(key),
+            self._engine.session,
+        )
+
+    def run(
+        self,
+        key: BatchDescriptor,
+        batch: Batch,
+        query_lens: npt.NDArray[np.int32],
+        num_tokens: int,
+    ) -> Any:
+        """One step at a key; what it returns is padded, and valid until the next step."""
+        step = self._step(key)
+        self._loader.load(step.layout, batch, query_lens, num_tokens)
+        builder = self._loader.builder
+        if builder is not None and builder.plans_every_step:
+            builder.build_for_graph(step.layout.tensors, key, batch.attention, query_lens)
+        if self._weights.have_moved():
+            self._drop()
+        outputs = self._wrapper.replay_held(key)
+        if outputs is None:
+            with enter_forward_context(step.context, SetBy.RUNNER), self._engine.session():
+                outputs = self._wrapper(*step.arguments)
+        return outputs
+
+    def _step(self, key: BatchDescriptor) -> _FullStep:
+        step = self._steps.get(key)
+        if step is None:
+            layout, builder = self._layout(key), self._loader.builder
+            metadata = None if builder is None else builder.build_for_graph(layout.tensors, key)
+            context = ForwardContext(metadata, CUDAGraphMode.FULL, key)
+            step = _FullStep(layout, self._loader.arguments(layout), context)
+            self._steps[key] = step
+        return step
+
+    def _capture(self, key: BatchDescriptor) -> None:
+        step = self._steps[key]
+        with enter_forward_context(step.context, SetBy.RUNNER):
+            try:
+                self._wrapper.capture(key, step.arguments)
+            except CaptureError as error:
+                if self._strict:
+                    raise
+                logger.warning("%s; it runs at a lower mode from now on", error)
+
+    def _drop(self) -> None:
+        self._warn_once(
+            logger,
+            "moved",
+            "a weight is at another address than when the graphs were captured (told once); each "
+            "is captured again at its next step. Call recapture() to do so at once",
+        )
+        for key in self._steps:
+            self._wrapper.drop(key)
+        self._weights.note()
