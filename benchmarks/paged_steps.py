@@ -58,6 +58,7 @@ class Work:
 
     @property
     def num_tokens(self) -> int:
+        """Of all requests."""
         return int(np.sum(self.batch.query_lens))
 
 

@@ -106,10 +106,10 @@ class GraphModelRunner:
             if isinstance(config, CompilationConfig)
             else CompilationConfig.from_options(config)
         )
-        self._model = model
+        self.model = model
         self._compiled = cudagraph_modes.facts(model)
         self._asked = self._mode_asked()
-        self._builder = metadata_builder
+        self.builder = metadata_builder
         self._query_len = uniform_decode_query_len or self.config.uniform_decode_query_len
         self._max_num_seqs = max_num_seqs
         self._max_loras = max_loras
@@ -161,7 +161,7 @@ class GraphModelRunner:
         """Drop every graph and capture anew, as after new weights or another layout of memory."""
         self._captured = None
         if self._compiled is not None:
-            cudagraph_modes.drop_graphs(self._model)
+            cudagraph_modes.drop_graphs(self.model)
         self._meter = CaptureMeter(self._loader.inputs.device)
         self.capture(progress=progress)
 
@@ -257,8 +257,8 @@ class GraphModelRunner:
 
     def _settle(self) -> _Captured:
         support, is_split = AttentionCGSupport.ALWAYS, False
-        if self._builder is not None:
-            support = self._builder.support
+        if self.builder is not None:
+            support = self.builder.support
         if self._compiled is not None:
             is_split = self._compiled.num_eager_sections() > 0
             support = lowest((support, self._compiled.support()))
@@ -319,8 +319,8 @@ class GraphModelRunner:
             (query_lens == self._query_len).all()
         )
         all_decode = batch.all_decode
-        if uniform and all_decode is None and self._builder is not None:
-            all_decode = self._builder.is_decode(batch.attention, query_lens)
+        if uniform and all_decode is None and self.builder is not None:
+            all_decode = self.builder.is_decode(batch.attention, query_lens)
         descriptor = BatchDescriptor(
             num_tokens,
             num_reqs,
@@ -353,8 +353,8 @@ class GraphModelRunner:
         layout = self._layout(key.num_tokens, num_reqs, keep=is_padded)
         self._loader.load(layout, batch, query_lens, num_tokens)
         metadata = None
-        if self._builder is not None:
-            metadata = self._builder.build(batch.attention, query_lens, layout.tensors)
+        if self.builder is not None:
+            metadata = self.builder.build(batch.attention, query_lens, layout.tensors)
         with enter_forward_context(ForwardContext(metadata, mode, key), SetBy.USER):
             return self._call(*self._loader.arguments(layout))
 
@@ -367,7 +367,7 @@ class GraphModelRunner:
 
     def _call(self, *arguments: torch.Tensor) -> Any:
         names = (spec.name for spec in self._loader.specs)
-        return self._model(**dict(zip(names, arguments, strict=True)))
+        return self.model(**dict(zip(names, arguments, strict=True)))
 
     def _cut(self, outputs: Any, num_tokens: int, num_reqs: int) -> Any:
         axis, dim = self._output_axis

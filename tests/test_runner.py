@@ -1,0 +1,478 @@
+"""The runner: what runs at which mode, right results at every padding, and what it refuses."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from paged_toy import INPUTS, MAX_MODEL_LEN, SPEC, Loop, PagedToy, compiled, make_builder
+
+from compile_backend import AttentionCGSupport, CaptureError, ConfigError, CUDAGraphMode, stats
+from compile_backend.attention.sdpa import SdpaAttention
+from compile_backend.attention.spec import CacheFormat
+from compile_backend.runner import GraphModelRunner
+from compile_backend.runner_batch import Batch
+from compile_backend.step_inputs import Dim, InputSpec
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
+SIZES = [1, 2, 4, 8, 16]
+
+
+def make_loop(
+    mode: str | None,
+    *,
+    is_compiled: bool = True,
+    sizes: list[int] | None = None,
+    num_blocks: int = 64,
+    query_len: int = 1,
+    backend: Any = "sdpa",
+    limit: int = 64,
+    seed: int = 0,
+    **options: Any,
+) -> Loop:
+    model = PagedToy(seed=seed)
+    asked = {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes or SIZES, **options}
+    runner = GraphModelRunner(
+        compiled(model) if is_compiled else model,
+        asked,
+        input_spec=INPUTS,
+        output_shape=(Dim.NUM_REQS,),
+        max_num_seqs=8,
+        max_num_batched_tokens=limit,
+        uniform_decode_query_len=query_len,
+        metadata_builder=make_builder(model, num_blocks, backend),
+        device="cpu",
+    )
+    runner.capture(progress=False)
+    return Loop(model, runner, num_blocks)
+
+
+def steps_of(loop: Loop) -> dict[str, list[int]]:
+    """Sizes of the steps that ran, by mode; each as often as it ran."""
+    ran: dict[str, list[int]] = {}
+    for (mode, key), counts in loop.runner.report().by_key.items():
+        ran.setdefault(mode.name, []).extend([key.num_tokens] * counts.steps)
+    return {mode: sorted(sizes) for mode, sizes in ran.items() if sizes}
+
+
+# prefill of 5, prefill of 11, mixed of 1 + 3, decode of 3, decode of 2, too large a prefill
+EXPECTED = {
+    "NONE": {"NONE": [2, 3, 4, 5, 11, 20]},
+    "PIECEWISE": {"PIECEWISE": [2, 4, 4, 8, 16], "NONE": [20]},
+    "FULL": {"FULL": [2, 4, 4, 8, 16], "NONE": [20]},
+    "FULL_DECODE_ONLY": {"FULL": [2, 4], "NONE": [4, 5, 11, 20]},
+    "FULL_AND_PIECEWISE": {"FULL": [2, 4], "PIECEWISE": [4, 8, 16], "NONE": [20]},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_runs_what_it_says_and_is_right(mode: str) -> None:
+    loop = make_loop(mode)
+    first, second, third = loop.add(range(1, 6)), loop.add(range(11, 22)), loop.add([3, 1, 2])
+    long = loop.add([(5 * i) % 37 for i in range(20)])
+    loop.step([(first, 5)])
+    loop.step([(second, 11)])
+    loop.step([*loop.grow(first), (third, 3)])
+    loop.step(loop.grow(first, second, third))
+    loop.step(loop.grow(second, first))
+    loop.step([(long, 20)])
+    assert steps_of(loop) == EXPECTED[mode]
+    # Captured ahead, each key once: later steps only replay.
+    for (_, key), counts in loop.runner.report().by_key.items():
+        per_key = 3 if (counts.captures and mode != "FULL" and not key.uniform) else 1
+        assert counts.captures in (0, per_key)
+        assert counts.warm_ups == counts.captures
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
+def test_full_needs_no_compile(mode: str) -> None:
+    loop = make_loop(mode, is_compiled=False)
+    request = loop.add([1, 2, 3])
+    loop.step([(request, 3)])
+    for _ in range(3):
+        loop.step(loop.grow(request))
+    assert loop.runner.report().steps(FULL) == (4 if mode == "FULL" else 3)
+
+
+def test_a_model_that_was_never_compiled_defaults_to_full() -> None:
+    assert make_loop(None, is_compiled=False).runner.report().mode_resolved == "FULL"
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_pieces_of_a_model_that_was_never_compiled_are_refused(mode: str) -> None:
+    with pytest.raises(ConfigError, match=r"not compiled with this backend; pass torch\.compile"):
+        make_loop(mode, is_compiled=False)
+
+
+def test_one_compile_serves_every_size_and_both_kinds_of_graphs() -> None:
+    loop = make_loop("FULL_AND_PIECEWISE")
+    report = stats(loop.runner.model)
+    assert report.graphs == 1
+    assert report.compiles == 3
+    numbers = loop.runner.report().num_graphs
+    assert numbers == {FULL: 4, PIECEWISE: 3 * len(SIZES)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_uniform_batches_of_several_tokens(mode: str) -> None:
+    loop = make_loop(mode, query_len=3, sizes=[1, 2, 4, 8, 12])
+    requests = [loop.add([i, i + 1, i + 2, 5, 6, 7, 8, 9, 10, 11]) for i in range(3)]
+    loop.step([(request, 4) for request in requests])
+    loop.step([(request, 3) for request in requests])
+    loop.step([(request, 3) for request in requests[:2]])
+    ran = steps_of(loop)
+    if mode in ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
+        assert ran["FULL"] == [6, 9]  # whole requests only
+        assert len(ran["NONE" if mode == "FULL_DECODE_ONLY" else "PIECEWISE"]) == 1
+
+
+def test_a_prompt_as_long_as_a_decode_is_no_decode() -> None:
+    loop = make_loop("FULL_DECODE_ONLY", query_len=3, sizes=[3, 6, 12])
+    prompt = loop.add([1, 2, 3, 4, 5, 6])
+    loop.step([(prompt, 3)])
+    assert steps_of(loop) == {"NONE": [3]}
+    loop.step([(prompt, 3)])
+    assert steps_of(loop) == {"NONE": [3], "FULL": [3]}
+
+
+def test_the_engine_may_say_that_a_batch_is_no_decode() -> None:
+    loop = make_loop("FULL_DECODE_ONLY")
+    request = loop.add([1, 2, 3])
+    loop.step([(request, 2)])
+    loop.step([(request, 1)], all_decode=False)
+    assert steps_of(loop) == {"NONE": [1, 2]}
+
+
+class Uniform(SdpaAttention):
+    support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+
+class SingleToken(SdpaAttention):
+    support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+
+class Undeclared(SdpaAttention):
+    support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+
+@pytest.mark.parametrize(
+    ("kinds", "query_len", "resolved"),
+    [
+        ((Uniform, Uniform), 3, "FULL_AND_PIECEWISE"),
+        ((SdpaAttention, Uniform), 1, "FULL_AND_PIECEWISE"),
+        ((SingleToken, SdpaAttention), 1, "FULL_AND_PIECEWISE"),
+        ((SingleToken, Uniform), 3, "PIECEWISE"),
+        ((SdpaAttention, Undeclared), 1, "PIECEWISE"),
+    ],
+)
+def test_the_weakest_attention_decides(
+    kinds: tuple[type[SdpaAttention], ...],
+    query_len: int,
+    resolved: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = CacheFormat(block_size=4, dtype=torch.float32, max_model_len=MAX_MODEL_LEN)
+    with caplog.at_level(logging.WARNING):
+        loop = make_loop(
+            "FULL",
+            query_len=query_len,
+            sizes=[3, 6],
+            backend=lambda index: kinds[index](SPEC, cache, torch.device("cpu")),
+        )
+    report = loop.runner.report()
+    assert report.mode_resolved == resolved
+    assert sum("full graphs" in record.message for record in caplog.records) == len(
+        report.downgrades
+    )
+    request = loop.add([1, 2, 3, 4])
+    loop.step([(request, 4)])
+
+
+def test_strict_raises_instead_of_lowering() -> None:
+    cache = CacheFormat(block_size=4, dtype=torch.float32, max_model_len=MAX_MODEL_LEN)
+    with pytest.raises(ConfigError, match="cannot be had"):
+        make_loop(
+            "FULL",
+            strict=True,
+            backend=lambda _: Undeclared(SPEC, cache, torch.device("cpu")),
+        )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padding_after_a_larger_step_changes_no_other_row(mode: str) -> None:
+    """A step of 5 after one of 8: the skip values of the first must not linger."""
+    loop = make_loop(mode)
+    requests = [loop.add([i + 1, i + 2]) for i in range(8)]
+    loop.step([(request, 1) for request in requests])
+    layers = loop.runner.builder.layers.values()
+    before = [(layer.cache.keys.clone(), layer.cache.values.clone()) for layer in layers]
+    loop.step([(request, 1) for request in requests[:5]])
+    written = [slot for request in requests[:5] for slot in [loop.blocks[request][0] * 4 + 1]]
+    for layer, (keys, values) in zip(layers, before, strict=True):
+        for now, then in ((layer.cache.keys, keys), (layer.cache.values, values)):
+            changed = (now != then).flatten(2).any(-1).flatten().nonzero().flatten().tolist()
+            assert sorted(changed) == sorted(written)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_sequence_of_batches_is_right(data: st.DataObject) -> None:
+    """Replay at a padded size equals the reference at the true size, the cache included."""
+    loop = _shared_loop()
+    loop.tokens, loop.done, loop.blocks, loop.used = [], [], [], 0
+    for _ in range(data.draw(st.integers(1, 5), label="steps")):
+        if len(loop.tokens) < 4 and data.draw(st.booleans(), label="new"):
+            loop.add(data.draw(st.lists(st.integers(0, 36), min_size=1, max_size=9)))
+        work = []
+        for request, tokens in enumerate(loop.tokens):
+            left = len(tokens) - loop.done[request]
+            count = data.draw(st.integers(0, left), label=f"tokens of {request}") if left else 0
+            if count:
+                work.append((request, count))
+            elif not left and len(tokens) < 20:
+                work += loop.grow(request)
+        if work:
+            loop.step(work)
+
+
+_LOOPS: list[Loop] = []
+
+
+def _shared_loop() -> Loop:
+    """One captured model for all examples."""
+    if not _LOOPS:
+        _LOOPS.append(make_loop("FULL_AND_PIECEWISE", num_blocks=64))
+    return _LOOPS[0]
+
+
+def test_limits_that_are_no_capture_size() -> None:
+    loop = make_loop("FULL_AND_PIECEWISE", sizes=[4, 16], limit=13)
+    request = loop.add(range(13))
+    loop.step([(request, 13)])
+    assert steps_of(loop) == {"PIECEWISE": [16]}
+    too_long = loop.add(range(14))
+    with pytest.raises(ValueError, match="14 tokens is above the limits"):
+        loop.step([(too_long, 14)])
+
+
+def test_a_cache_with_fewer_rows_than_the_largest_size() -> None:
+    loop = make_loop("FULL", sizes=[4, 16, 32], num_blocks=3)
+    request = loop.add([1, 2, 3, 4, 5])
+    loop.step([(request, 5)])
+    assert steps_of(loop) == {"FULL": [16]}
+
+
+def test_captures_are_made_from_legal_lengths() -> None:
+    seen: list[tuple[list[int], list[int], int]] = []
+
+    class Watching(SdpaAttention):
+        def forward(self, query: Any, *args: Any) -> None:
+            metadata = args[4]
+            lens = metadata.query_start_loc.diff().tolist()
+            seen.append((lens, metadata.seq_lens.tolist(), metadata.max_query_len))
+            super().forward(query, *args)
+
+    cache = CacheFormat(block_size=4, dtype=torch.float32, max_model_len=MAX_MODEL_LEN)
+    make_loop("FULL", sizes=[3, 16], backend=lambda _: Watching(SPEC, cache, torch.device("cpu")))
+    assert seen
+    for lens, seq_lens, longest in seen:
+        assert min(lens) >= 1
+        assert all(s >= n for n, s in zip(lens, seq_lens, strict=True))
+        assert longest >= max(lens)
+
+
+def test_workspaces_that_grow_in_warm_ups_are_whole_before_the_first_capture() -> None:
+    events: list[tuple[str, int]] = []
+
+    class Growing(SdpaAttention):
+        workspace: ClassVar[torch.Tensor] = torch.empty(0)
+
+        def forward(self, query: Any, *args: Any) -> None:
+            if len(query) > len(self.workspace):
+                type(self).workspace = torch.empty(len(query))
+                events.append(("grow", len(query)))
+            super().forward(query, *args)
+
+    cache = CacheFormat(block_size=4, dtype=torch.float32, max_model_len=MAX_MODEL_LEN)
+    backend = Growing(SPEC, cache, torch.device("cpu"))
+    loop = make_loop("FULL_AND_PIECEWISE", backend=lambda _: backend)
+    largest = Growing.workspace.data_ptr()
+    request = loop.add(range(9))
+    loop.step([(request, 9)])
+    assert Growing.workspace.data_ptr() == largest
+    assert events[-1] == ("grow", 16)
+
+
+def test_python_around_attention_runs_when_full_is_not_allowed() -> None:
+    calls = []
+
+    class Hooked(SdpaAttention):
+        def forward(self, *args: Any) -> None:
+            calls.append(len(args[0]))
+            super().forward(*args)
+
+    cache = CacheFormat(block_size=4, dtype=torch.float32, max_model_len=MAX_MODEL_LEN)
+    backend = Hooked(SPEC, cache, torch.device("cpu"))
+    loop = make_loop("FULL_AND_PIECEWISE", backend=lambda _: backend)
+    request = loop.add([1, 2, 3])
+    loop.step([(request, 2)])
+    calls.clear()
+    loop.step([(request, 1)], highest_mode=PIECEWISE)
+    assert calls == [1, 1]
+    assert steps_of(loop)["PIECEWISE"] == [1, 2]
+
+
+def test_two_runners_with_query_lengths_of_their_own() -> None:
+    target, drafter = make_loop("FULL_AND_PIECEWISE", query_len=4), make_loop("FULL", seed=3)
+    long, short = target.add(range(12)), drafter.add(range(6))
+    target.step([(long, 4)])
+    drafter.step([(short, 4)])
+    kept = target.step([(long, 4)]).clone()
+    drafter.step([(short, 1)])
+    again = target.step([(long, 4)])
+    drafter.step([(short, 1)])
+    assert not torch.equal(kept, again)
+    for loop, steps in ((target, 2), (drafter, 3)):
+        assert loop.runner.report().steps(FULL) == steps
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+def test_weights_bound_anew_are_seen(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    loop = make_loop(mode)
+    request = loop.add([1, 2, 3, 4, 5])
+    loop.step([(request, 2)])
+    loop.step([(request, 1)])
+    changes = [
+        lambda weight: weight.copy_(weight * 0.5),
+        lambda weight: setattr(weight, "data", weight * 2.5),
+        lambda weight: setattr(
+            loop.model.out[1], "weight", torch.nn.Parameter(-weight.detach().clone())
+        ),
+    ]
+    for change in changes:
+        with torch.no_grad():
+            change(loop.model.out[1].weight)
+        loop.done[request] = 0  # the cache holds what the old weights made
+        loop.step([(request, 2)])
+        loop.step([(request, 1)])
+    told = [record for record in caplog.records if "another address" in record.message]
+    assert 1 <= len(told) <= 2  # the runner, and the compiled graph at PIECEWISE
+
+
+def test_recapture_starts_anew() -> None:
+    loop = make_loop("FULL_AND_PIECEWISE")
+    request = loop.add([1, 2, 3])
+    loop.step([(request, 2)])
+    before = loop.runner.report().num_graphs
+    loop.runner.recapture(progress=False)
+    after = loop.runner.report().num_graphs
+    assert after == {mode: 2 * number for mode, number in before.items()}
+    loop.step([(request, 1)])
+
+
+def test_a_step_that_cannot_be_captured_runs_at_a_lower_mode(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Syncing(SdpaAttention):
+        def forward(self, query: Any, *args: Any) -> None:
+            if len(query) == 4:
+                assert query[0, 0, 0].item() is not None
+            super().forward(query, *args)
+
+    cache = CacheFormat(block_size=4, dtype=torch.float32, max_model_len=MAX_MODEL_LEN)
+    backend = Syncing(SPEC, cache, torch.device("cpu"))
+    loop = make_loop("FULL_AND_PIECEWISE", backend=lambda _: backend)
+    requests = [loop.add([i, 2, 3]) for i in range(4)]
+    for _ in range(2):
+        loop.step([(request, 1) for request in requests])
+    loop.step([(request, 1) for request in requests[:2]])
+    assert steps_of(loop) == {"PIECEWISE": [4, 4], "FULL": [2]}
+    assert sum("cannot be captured" in record.message for record in caplog.records) == 1
+
+
+# --- what it refuses ---
+
+
+def test_run_before_capture_is_refused() -> None:
+    runner = GraphModelRunner(
+        lambda x: x,
+        input_spec=[InputSpec("x", (Dim.NUM_TOKENS,), torch.float32)],
+        max_num_seqs=1,
+        device="cpu",
+    )
+    with pytest.raises(CaptureError, match="call capture"):
+        runner.run(Batch(query_lens=[1], inputs={"x": [1.0]}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query_lens": [1, 0]}, "a request without tokens"),
+        ({"query_lens": [1] * 9}, "above the limits"),
+        ({"inputs": {"tokens": [1]}}, "input_spec names"),
+        ({"inputs": {"tokens": [1, 2], "positions": [0], "last": [0]}}, "'tokens' has shape"),
+    ],
+)
+def test_contradictory_batches_are_refused_and_lose_nothing(
+    change: dict[str, Any], message: str
+) -> None:
+    loop = _shared_loop()
+    loop.tokens, loop.done, loop.blocks, loop.used = [], [], [], 0
+    request = loop.add([1, 2, 3])
+    loop.step([(request, 2)])
+    batch = loop.batch([(request, 1)])
+    fields = {name: getattr(batch, name) for name in ("query_lens", "inputs", "attention")}
+    with pytest.raises(ValueError, match=message):
+        loop.runner.run(Batch(**{**fields, **change}))
+    loop.step([(request, 1)])
+
+
+def test_models_without_attention_need_no_builder() -> None:
+    model = torch.nn.Linear(3, 2)
+    runner = GraphModelRunner(
+        lambda x: {"y": model(x), "n": 7},
+        {"cudagraph_capture_sizes": [2, 4]},
+        input_spec=[InputSpec("x", (Dim.NUM_TOKENS, 3), torch.float32)],
+        max_num_seqs=4,
+        max_num_batched_tokens=8,
+        device="cpu",
+    )
+    runner.capture(progress=False)
+    for size in (1, 2, 3, 4, 7):
+        x = torch.randn(size, 3)
+        result = runner.run(Batch(query_lens=[size], inputs={"x": x}))
+        assert result["n"] == 7
+        torch.testing.assert_close(result["y"], model(x))
+    assert runner.report().steps(FULL) == 4
+
+
+def test_the_report_reads_as_a_table() -> None:
+    loop = make_loop("FULL_DECODE_ONLY")
+    request = loop.add([1, 2])
+    loop.step([(request, 1)])
+    loop.step([(request, 1)])
+    text = str(loop.runner.report())
+    assert "FULL_DECODE_ONLY" in text
+    assert "FULL: 4 graphs" in text
+    assert "1 token, uniform" in text
+
+
+def test_outputs_of_token_models_are_cut_to_the_tokens() -> None:
+    runner = GraphModelRunner(
+        lambda x: x.unsqueeze(0) * 2,
+        {"cudagraph_capture_sizes": [4]},
+        input_spec=[InputSpec("x", (Dim.NUM_TOKENS,), torch.bfloat16, pad=1)],
+        max_num_seqs=4,
+        max_num_batched_tokens=4,
+        output_shape=(1, Dim.NUM_TOKENS),
+        device="cpu",
+    )
+    runner.capture(progress=False)
+    result = runner.run(Batch(query_lens=np.array([2, 1]), inputs={"x": [1.0, 2.0, 3.0]}))
+    assert result.tolist() == [[2.0, 4.0, 6.0]]
