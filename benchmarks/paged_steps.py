@@ -16,6 +16,7 @@ import platform
 import statistics
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,11 @@ from compile_backend.attention.huggingface import (
     PagedModel,
     paged_model,
 )
+from compile_backend.batch_loader import BatchLoader
 from compile_backend.runner import GraphModelRunner
 from compile_backend.runner_batch import Batch
+from compile_backend.step_inputs import StepInputs
+from compile_backend.torch_internals import mark_step_input
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,17 +157,20 @@ def captured_by_hand(compiled: Any, paged: PagedModel, work: Work) -> Callable[[
     """The step as one CUDA graph made with PyTorch alone, on inputs of its own."""
     batch, lens = work.batch, work.batch.query_lens
     num_tokens, num_reqs = work.num_tokens, len(lens)
-    arguments = {
-        name: torch.as_tensor(value, device="cuda") for name, value in batch.inputs.items()
-    }
-    host = {
-        spec.name: torch.zeros(spec.sizes(num_tokens, num_reqs), dtype=spec.dtype).numpy()
-        for spec in paged.builder.input_spec
-    }
-    paged.builder.fill(batch.attention, lens, host)
-    tensors = {name: torch.from_numpy(array).cuda() for name, array in host.items()}
+    inputs = StepInputs(
+        (*CAUSAL_LM_INPUTS, *paged.builder.input_spec),
+        torch.device("cuda", 0),
+        max_num_tokens=num_tokens,
+        max_num_reqs=num_reqs,
+    )
+    loader = BatchLoader(inputs, CAUSAL_LM_INPUTS, paged.builder)
+    layout = inputs.layout(num_tokens, num_reqs)
+    loader.load(layout, batch, lens, num_tokens)
+    arguments = {spec.name: layout.tensors[spec.name] for spec in CAUSAL_LM_INPUTS}
+    for spec in CAUSAL_LM_INPUTS:
+        mark_step_input(arguments[spec.name], spec.axis)
     key = BatchDescriptor(num_tokens, num_reqs, uniform=num_tokens == num_reqs)
-    step = paged.builder.build_for_graph(tensors, key, batch.attention, lens)
+    step = paged.builder.build_for_graph(layout.tensors, key, batch.attention, lens)
     with set_forward_context(step):
         for _ in range(2):
             compiled(**arguments)
@@ -172,7 +179,7 @@ def captured_by_hand(compiled: Any, paged: PagedModel, work: Work) -> Callable[[
             logits = compiled(**arguments)
 
     def replay() -> torch.Tensor:
-        assert arguments, tensors  # the graph reads them
+        assert inputs  # the graph reads them
         graph.replay()
         return logits
 
@@ -300,7 +307,7 @@ def main() -> None:
                     captures[name] = capture_of_all_sizes(compiled, paged)
             except Exception as error:  # noqa: BLE001 - the others are measured all the same
                 failures[name] = f"{type(error).__name__}: {error}"[:600]
-                print(name, failures[name], flush=True)
+                traceback.print_exc()
             if compiled is not None:
                 reset(compiled)
             gc.collect()

@@ -140,8 +140,8 @@ class GraphModelRunner:
             ConfigError: with `strict`, when the mode cannot be had.
         """
         self._captured = None
-        with torch.no_grad(), size_1_like_any_other():
-            self._run_largest()
+        with torch.no_grad():
+            self._compile()
             captured = self._settle()
             self._captured = captured
             session = CaptureKeys()
@@ -246,14 +246,20 @@ class GraphModelRunner:
         dispatcher.initialize_cudagraph_keys(mode)
         return dispatcher
 
-    def _run_largest(self) -> None:
-        """Run the largest batch eagerly: it compiles the model for sizes that change."""
+    def _compile(self) -> None:
+        """Run the largest batch eagerly: it compiles the model for sizes that change.
+
+        Where that can hold for 1 too, it does. Smaller batches then compile nothing; a model that
+        asks for 1 itself is compiled once more at its first batch of that size.
+        """
         num_tokens = min(self._dispatcher(_FULL).largest_size, self._max_num_batched_tokens)
         # Dynamo takes sizes that are equal in the first call for equal in every call.
         num_reqs = min(self._max_num_seqs, max(1, num_tokens // 2))
         query_lens = spread(num_tokens, num_reqs)
         key = BatchDescriptor(num_tokens, num_reqs)
-        self._run_model(_NONE, key, self._loader.capture_batch(query_lens), query_lens, num_tokens)
+        batch = self._loader.capture_batch(query_lens)
+        with size_1_like_any_other():
+            self._run_model(_NONE, key, batch, query_lens, num_tokens)
 
     def _settle(self) -> _Captured:
         support, is_split = AttentionCGSupport.ALWAYS, False

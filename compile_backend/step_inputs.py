@@ -282,7 +282,13 @@ class StepInputs:
         return Layout(num_tokens, num_reqs, tensors, places, by_turn, blocks)
 
 
-_NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+_NOT_IN_NUMPY = (
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+)
 
 
 def _view(
@@ -292,6 +298,8 @@ def _view(
 
     Dynamo would take the offset of an ordinary view for one more size that changes.
     """
+    if 0 in sizes:  # numpy's stride of nothing is one that torch refuses to view
+        return torch.empty(sizes, dtype=dtype, device=block.device)
     part = block[offset : offset + math.prod(sizes) * dtype.itemsize]
     part = weak_part(part) if part.is_cuda else torch.from_numpy(part.numpy())
     return part.view(dtype).view(sizes)

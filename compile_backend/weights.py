@@ -8,7 +8,7 @@ modules' own tables are read anew; hundreds of weights take a few microseconds.
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compile_backend.torch_internals import are_at_addresses
 
@@ -26,28 +26,31 @@ class Weights:
     """
 
     def __init__(self, model: torch.nn.Module | None) -> None:
+        self._modules = () if model is None else tuple(model.modules())
         self._tables: list[Mapping[str, torch.Tensor | None]] = []
         self._names: list[str] = []
-        for module in () if model is None else model.modules():
+        self._positions: list[int] = []
+        self._addresses: list[int | None] = []
+        self.note()
+
+    def note(self) -> None:
+        """Take the weights and the addresses of now for those that graphs read."""
+        self._tables, self._names = [], []
+        for module in self._modules:
             for table in (module._parameters, module._buffers):  # noqa: SLF001 - the tables
                 names = [name for name, tensor in table.items() if tensor is not None]
                 self._tables += [table] * len(names)
                 self._names += names
         self._positions = list(range(len(self._names)))
-        self._addresses: list[int | None] = []
-        self.note()
-
-    def note(self) -> None:
-        """Take the addresses of now for those that graphs read."""
-        tensors = self._now()
-        self._addresses = [None if item is None else item.data_ptr() for item in tensors]
+        self._addresses = [tensor.data_ptr() for tensor in self._now()]
 
     def have_moved(self) -> bool:
         """Whether a weight is elsewhere, or gone."""
         try:
             return not are_at_addresses(self._now(), self._addresses, self._positions)
-        except (KeyError, AttributeError, TypeError):
+        except (KeyError, AttributeError, TypeError, RuntimeError):  # it is gone, or None
             return True
 
-    def _now(self) -> list[torch.Tensor | None]:
-        return [*map(operator.getitem, self._tables, self._names)]
+    def _now(self) -> list[torch.Tensor]:
+        tables: list[Any] = self._tables
+        return [*map(operator.getitem, tables, self._names)]

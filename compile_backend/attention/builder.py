@@ -101,14 +101,14 @@ class AttentionMetadataBuilder:
         """
         num_reqs = len(query_lens)
         starts, slots, table = host["query_start_loc"], host["slot_mapping"], host["block_table"]
+        starts[0] = 0
         np.cumsum(query_lens, out=starts[1 : num_reqs + 1])
         num_tokens = int(starts[num_reqs])
-        starts[0] = 0
         starts[num_reqs + 1 :] = num_tokens
         seq_lens = host["seq_lens"]
-        seq_lens[:num_reqs] = batch.seq_lens
+        seq_lens[:num_reqs] = _rows("seq_lens", batch.seq_lens, num_reqs)
         seq_lens[num_reqs:] = 0
-        blocks = np.asarray(batch.block_table)
+        blocks = _rows("block_table", batch.block_table, num_reqs, num_dims=2)
         width = blocks.shape[1]
         if width > table.shape[1]:
             width = table.shape[1]
@@ -117,10 +117,13 @@ class AttentionMetadataBuilder:
         table[:num_reqs, width:] = 0
         table[num_reqs:] = 0
         self._check(query_lens, seq_lens[:num_reqs], width)
+        _check_range("block_table", table[:num_reqs, :width], 0, self._num_blocks)
         if batch.slot_mapping is None:
             slots[:num_tokens] = self._slots(query_lens, seq_lens[:num_reqs], table, starts)
         else:
-            slots[:num_tokens] = batch.slot_mapping
+            slots[:num_tokens] = _rows("slot_mapping", batch.slot_mapping, num_tokens)
+            num_slots = self._num_blocks * self._cache.block_size
+            _check_range("slot_mapping", slots[:num_tokens], -1, num_slots)
         slots[num_tokens:] = -1
 
     def build(
@@ -248,6 +251,26 @@ class AttentionMetadataBuilder:
                 f"the block table has {width} columns, but a request of {longest} tokens needs "
                 f"{needed} blocks of {self._cache.block_size}"
             )
+
+
+def _rows(name: str, value: Any, num_rows: int, num_dims: int = 1) -> npt.NDArray[Any]:
+    """An array with a row for each request or token; one row must not do for all in silence."""
+    array = np.asarray(value)
+    if array.ndim != num_dims or len(array) != num_rows:
+        raise ValueError(
+            f"{name} has shape {array.shape}, but this batch needs {num_rows} rows in "
+            f"{num_dims} dimension(s)"
+        )
+    return array
+
+
+def _check_range(name: str, numbers: npt.NDArray[Any], first: int, end: int) -> None:
+    """Refuse what lies outside of the cache: a kernel would read or write there unasked."""
+    if numbers.size and not first <= numbers.min() <= numbers.max() < end:
+        raise ValueError(
+            f"{name} holds {numbers.min()} to {numbers.max()}, but the cache has {first} to "
+            f"{end - 1}"
+        )
 
 
 def _host_lengths(batch: AttentionBatch, query_lens: npt.NDArray[np.int32]) -> HostLengths:

@@ -97,8 +97,8 @@ def paged_model(
 ) -> PagedModel:
     """Give a Hugging Face causal model a paged cache.
 
-    The model's attention implementation is changed to this one; its code and weights are not. One
-    token runs through it, to learn what each layer computes.
+    The model's attention implementation is changed to this one; its code and weights are not. Two
+    tokens run through it, to learn what each layer computes.
 
     Args:
         model: from `AutoModelForCausalLM`, on its device.
@@ -112,12 +112,14 @@ def paged_model(
     Raises:
         ConfigError: the model's attention is not of a kind that this can replace.
     """
+    from transformers import AttentionInterface
+
     device = next(model.parameters()).device
     specs, dtype = _probe(model)
+    if max_model_len is None:
+        max_model_len = int(model.config.max_position_embeddings)  # type: ignore[union-attr, arg-type]
     cache = CacheFormat(
-        block_size=block_size,
-        dtype=cache_dtype or dtype,
-        max_model_len=max_model_len or int(model.config.max_position_embeddings),  # type: ignore[union-attr, arg-type]
+        block_size=block_size, dtype=cache_dtype or dtype, max_model_len=max_model_len
     )
     backends: dict[Hashable, AttentionBackend] = {}
     layers = {}
@@ -129,6 +131,8 @@ def paged_model(
         keys, values = (torch.zeros(shape, dtype=cache.dtype, device=device) for _ in range(2))
         layers[name] = AttentionLayer(name, backends[chosen, spec], LayerCache(keys, values))
     builder = AttentionMetadataBuilder(layers, cache, num_blocks)
+    AttentionInterface.register(INTERFACE, _paged_attention)
+    model.set_attn_implementation(INTERFACE)  # type: ignore[operator]
     return PagedModel(CausalLM(model), builder, cache, num_blocks)
 
 
@@ -170,6 +174,8 @@ def _probe(model: torch.nn.Module) -> tuple[Mapping[str, AttentionSpec], torch.d
     ) -> tuple[torch.Tensor, None]:
         del attention_mask
         _check_layer(module, query, value, specs, others)
+        if sliding_window is None:
+            sliding_window = _window_of_mask(module)
         specs[str(module.layer_idx)] = AttentionSpec(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
@@ -182,13 +188,13 @@ def _probe(model: torch.nn.Module) -> tuple[Mapping[str, AttentionSpec], torch.d
         return torch.zeros_like(query).transpose(1, 2), None
 
     AttentionInterface.register(_PROBE, record)
-    AttentionInterface.register(INTERFACE, _paged_attention)
     set_implementation: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
+    before = str(model.config._attn_implementation)  # type: ignore[union-attr]  # noqa: SLF001
     set_implementation(_PROBE)
-    token = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
-    with torch.no_grad():
-        model(input_ids=token, position_ids=token, use_cache=False)
-    set_implementation(INTERFACE)
+    try:
+        are_mixed = _mixes_tokens(model)
+    finally:  # a model that is refused still runs as before
+        set_implementation(before)
     if not specs:
         raise ConfigError(
             "model",
@@ -196,7 +202,36 @@ def _probe(model: torch.nn.Module) -> tuple[Mapping[str, AttentionSpec], torch.d
             "called no attention through transformers' attention interface",
             "use a model that supports set_attn_implementation",
         )
+    if are_mixed:
+        raise _not_covered(model, "mixes tokens outside of attention, as recurrent layers do")
     return specs, dtypes[0]
+
+
+def _mixes_tokens(model: torch.nn.Module) -> bool:
+    """Whether a token that is not a number spreads to the next, with attention left out."""
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+
+    def spoil(_module: torch.nn.Module, _args: Any, embedded: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.full_like(embedded[:, :1], torch.nan), embedded[:, 1:]], 1)
+
+    hook = embeddings.register_forward_hook(spoil)
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=tokens, position_ids=tokens, use_cache=False).logits
+    finally:
+        hook.remove()
+    return bool(logits[0, 1].isnan().any())
+
+
+def _window_of_mask(module: torch.nn.Module) -> int | None:
+    """The window of a layer that leaves it to the mask, which is not made here."""
+    config = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    window: int | None = getattr(config, "sliding_window", None) or None  # 0 means none, too
+    if types is None:
+        return window
+    return window if types[int(str(module.layer_idx))] == "sliding_attention" else None
 
 
 def _check_layer(
@@ -217,10 +252,24 @@ def _check_layer(
         problem = "has values of another size than its keys"
     elif others.get("s_aux") is not None:
         problem = "has attention sinks"
+    elif _is_chunked(module):
+        problem = "has attention in chunks"
     if problem is not None:
-        raise ConfigError(
-            "model",
-            type(module).__name__,
-            f"{problem}, which paged attention does not cover",
-            "run it with its own static cache through torch.compile",
-        )
+        raise _not_covered(module, problem)
+
+
+def _is_chunked(module: torch.nn.Module) -> bool:
+    config = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return getattr(config, "attention_chunk_size", None) is not None
+    return bool(types[int(str(module.layer_idx))] == "chunked_attention")
+
+
+def _not_covered(module: torch.nn.Module, problem: str) -> ConfigError:
+    return ConfigError(
+        "model",
+        type(module).__name__,
+        f"{problem}, which paged attention does not cover",
+        "run it with its own static cache through torch.compile",
+    )

@@ -51,17 +51,23 @@ def store(
 def _store(rows: torch.Tensor, cache: torch.Tensor, scale: float, slots: torch.Tensor) -> None:
     """Rows to be skipped repeat the write of the first row that is not: no size depends on data.
 
-    Where every row is to be skipped they write the first slot's own contents back.
+    Where every row is to be skipped they write the first slot's own contents back. Contents move
+    as bits, so that they stay what they are.
     """
     if not len(rows):
         return
-    flat = cache.view(-1, *cache.shape[2:])
-    rows = to_cache_dtype(rows, flat.dtype, scale)
+    bits = _BITS[cache.dtype.itemsize]
+    flat = cache.view(-1, *cache.shape[2:]).view(bits)
+    rows = to_cache_dtype(rows, cache.dtype, scale).view(bits)
     is_stored = slots >= 0
-    first = is_stored.to(torch.int32).argmax()
-    stand_in = torch.where(is_stored[first], rows[first].float(), flat[0].float())
-    rows = torch.where(is_stored[:, None, None], rows.float(), stand_in).to(flat.dtype)
+    # Of one element, not of none: the latter would be read by the host when it indexes.
+    first = is_stored.to(torch.int32).argmax(0, keepdim=True)
+    stand_in = torch.where(is_stored[first, None, None], rows[first], flat[:1])
+    rows = torch.where(is_stored[:, None, None], rows, stand_in)
     flat[torch.where(is_stored, slots, slots[first].clamp(min=0))] = rows
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def to_cache_dtype(rows: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:

@@ -92,6 +92,12 @@ def _class_of(
                 backend = candidate.load()
                 if _problem(backend, spec, cache, device) is None:
                     return backend
+        raise ConfigError(
+            "attention_backend",
+            AUTO,
+            f"finds none for {spec} on device {str(device)!r}",
+            "name one, and it will say what it lacks",
+        )
     row = {row.name: row for row in BACKENDS}.get(name)
     if row is None:
         names = ", ".join((AUTO, *(row.name for row in BACKENDS)))

@@ -1,0 +1,135 @@
+"""Attention by this project's own Triton kernels: every batch may be part of a graph.
+
+Nothing here depends on lengths: grids hold for the worst case of a key, and the kernels read the
+true lengths on the device. So there is no plan to renew before a replay.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from compile_backend.attention.backend import AttentionBackend
+from compile_backend.attention.requirements import it_needs, lacking_device, lacking_package
+from compile_backend.attention.triton_plan import LaunchPlan, plan_launch
+from compile_backend.errors import ConfigError
+from compile_backend.support import AttentionCGSupport
+
+if TYPE_CHECKING:
+    from compile_backend.attention.kv_cache import LayerCache
+    from compile_backend.attention.metadata import AttentionMetadata
+    from compile_backend.attention.spec import AttentionSpec, CacheFormat
+
+MAX_HEAD_SIZE = 256
+MAX_GROUP = 128
+CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+
+
+class TritonAttention(AttentionBackend):
+    """Runs wherever Triton does; on the CPU in its interpreter, to test.
+
+    Keys and values are converted to the dtype of the queries, sums are kept in float32.
+    """
+
+    name: ClassVar[str] = "triton"
+    support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def __init__(self, spec: AttentionSpec, cache: CacheFormat, device: torch.device) -> None:
+        super().__init__(spec, cache, device)
+        from compile_backend.attention.triton_cache import store_with_triton
+        from compile_backend.attention.triton_launch import attend_with_triton
+
+        self._store = store_with_triton
+        self._attend = attend_with_triton
+        # Queries are expected as wide as the cache; those of an 8-bit cache as half precision.
+        self._element_bytes = max(2, cache.dtype.itemsize)
+        self._num_sms = (
+            torch.cuda.get_device_properties(device).multi_processor_count
+            if device.type == "cuda"
+            else 1
+        )
+
+    @classmethod
+    def missing(cls, device: torch.device) -> str | None:
+        """Triton, and a GPU; or the CPU with Triton's interpreter."""
+        no_triton = lacking_package("triton", "triton")
+        if no_triton is None and device.type == "cpu":
+            if is_interpreted():
+                return None
+            return (
+                "it needs a CUDA device (not device='cpu'), or TRITON_INTERPRET=1 in the "
+                "environment before triton is imported, to test on the CPU"
+            )
+        return it_needs(lacking_device(device, minimum=(8, 0)), no_triton)
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec, cache: CacheFormat) -> Exception | None:
+        """Heads and groups that one program cannot hold, and caches of other types."""
+        group = spec.num_heads // spec.num_kv_heads
+        if spec.head_size > MAX_HEAD_SIZE:
+            return ConfigError(
+                "head_size",
+                spec.head_size,
+                "is more than one Triton program holds",
+                f"use {MAX_HEAD_SIZE} or less, or another attention backend",
+            )
+        if group > MAX_GROUP:
+            return ConfigError(
+                "num_kv_heads",
+                spec.num_kv_heads,
+                f"makes groups of {group} query heads, more than one Triton program holds",
+                f"use groups of {MAX_GROUP} or less, or another attention backend",
+            )
+        if spec.scale <= 0:
+            return ConfigError("scale", spec.scale, "is not positive", "negate the queries")
+        if cache.dtype not in CACHE_DTYPES:
+            return ConfigError(
+                "cache_dtype",
+                cache.dtype,
+                "is not read by the Triton kernels",
+                f"use one of {', '.join(str(dtype) for dtype in CACHE_DTYPES)}",
+            )
+        if cache.dtype.itemsize == 1 and is_interpreted():
+            return ConfigError(
+                "cache_dtype",
+                cache.dtype,
+                "is rounded wrongly by Triton's interpreter",
+                "use a GPU, or a wider dtype",
+            )
+        return None
+
+    def prepare(self, metadata: AttentionMetadata) -> LaunchPlan:
+        """Tiles and splits for the batch, for queries of the usual dtype."""
+        return plan_launch(self.spec, metadata, self._element_bytes, self._num_sms)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        prepared: LaunchPlan,
+    ) -> None:
+        """Store, attend and, where keys were split, reduce: two or three launches."""
+        self._store(
+            key,
+            value,
+            cache.keys,
+            cache.values,
+            metadata.slot_mapping,
+            cache.key_scale,
+            cache.value_scale,
+        )
+        if query.element_size() != self._element_bytes:
+            prepared = plan_launch(self.spec, metadata, query.element_size(), self._num_sms)
+        self._attend(query, output, cache, metadata, self.spec, prepared)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels in Python instead of compiling them."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)

@@ -1,0 +1,108 @@
+"""How the attention kernels are called: from a layer, a batch and a launch plan to arguments.
+
+No tensor is read on the host, so all of it may be captured. This file refuses to choose sizes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from compile_backend.attention.triton_cache import cache_strides, with_adjacent_elements
+from compile_backend.attention.triton_kernels import attend_kernel, reduce_kernel
+from compile_backend.attention.triton_plan import MIN_DOT_SIZE, next_power_of_2
+
+if TYPE_CHECKING:
+    from compile_backend.attention.kv_cache import LayerCache
+    from compile_backend.attention.metadata import AttentionMetadata
+    from compile_backend.attention.spec import AttentionSpec
+    from compile_backend.attention.triton_plan import LaunchPlan
+
+LOG2_E = 1.4426950408889634
+
+# These are arguments, not globals of the kernels: Triton compares globals at every launch.
+IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
+NUM_STATS = 4
+"""Floats after a partial result: the log2 of its sum, and some to keep 16 bytes aligned."""
+
+
+def attend_with_triton(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    cache: LayerCache,
+    metadata: AttentionMetadata,
+    spec: AttentionSpec,
+    plan: LaunchPlan,
+) -> None:
+    """Attend over what the cache holds, this step's keys and values included.
+
+    Rows of `output` that are padding are left as they are.
+
+    Args:
+        query: `[num_tokens, num_heads, head_size]`.
+        output: like `query`, with the elements of a head side by side.
+        cache: of the layer.
+        metadata: of the step.
+        spec: of the layer.
+        plan: of the launch.
+    """
+    if not metadata.num_tokens:
+        return
+    query = with_adjacent_elements(query)
+    output_strides = output.stride()
+    assert output_strides[2] == 1, "the elements of a head must be side by side"
+    is_scaled = cache.keys.dtype.itemsize == 1
+    head_pad = max(MIN_DOT_SIZE, next_power_of_2(spec.head_size))
+    num_splits = plan.num_splits
+    result_size = spec.head_size + NUM_STATS
+    partial = output
+    if num_splits > 1:
+        num_results = metadata.num_tokens * spec.num_heads * num_splits
+        partial = torch.empty(num_results * result_size, dtype=torch.float32, device=query.device)
+    attend_kernel[plan.num_blocks * spec.num_kv_heads, num_splits](
+        query,
+        cache.keys,
+        cache.values,
+        output,
+        partial,
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        metadata.block_table,
+        metadata.num_reqs,
+        spec.scale * LOG2_E * (cache.key_scale if is_scaled else 1.0),
+        cache.value_scale if is_scaled else 1.0,
+        *query.stride()[:2],
+        *output_strides[:2],
+        *cache_strides(cache.keys, cache.values),
+        metadata.block_table.stride(0),
+        NUM_KV_HEADS=spec.num_kv_heads,
+        GROUP=spec.num_heads // spec.num_kv_heads,
+        HEAD_SIZE=spec.head_size,
+        HEAD_PAD=head_pad,
+        BLOCK_SIZE=cache.keys.shape[1],
+        WINDOW=spec.sliding_window or 0,
+        SOFT_CAP=spec.soft_cap or 0.0,
+        BLOCK_M=plan.block_rows,
+        TILE=plan.tile,
+        IS_WHOLE=plan.is_whole,
+        IS_SPLIT=num_splits > 1,
+        RESULT_SIZE=result_size,
+        IS_INTERPRETED=IS_INTERPRETED,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
+    if num_splits > 1:
+        reduce_kernel[metadata.num_tokens, spec.num_heads](
+            partial,
+            output,
+            metadata.query_start_loc,
+            metadata.num_reqs,
+            *output_strides[:2],
+            HEAD_SIZE=spec.head_size,
+            HEAD_PAD=head_pad,
+            NUM_SPLITS=num_splits,
+            RESULT_SIZE=result_size,
+            num_warps=4,
+        )

@@ -1,0 +1,147 @@
+"""How the attention kernels are launched: tiles, warps and splits, all from facts of the host.
+
+A pure function of the layer and of numbers that hold for every batch of a graph's key: a graph
+cannot tune itself while it is captured. `TILES` is the one place to tune. This file refuses to
+know Triton and tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from compile_backend.attention.metadata import AttentionMetadata
+    from compile_backend.attention.spec import AttentionSpec
+
+MIN_DOT_SIZE = 16
+"""Fewest rows, columns and terms of a matrix product on tensor cores."""
+
+MAX_SPLITS = 64
+"""More would cost the reduction what they save."""
+
+PROGRAMS_PER_SM = 2
+"""How many programs, at least, keep a multiprocessor's loads in flight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """Sizes of one program, where the layer and the block of queries are within limits.
+
+    Attributes:
+        element_bytes: of the queries.
+        max_head: largest head, padded to a power of two.
+        max_rows: largest block of queries, in tokens times query heads of a group.
+        tile: keys of one step of the loop.
+        num_warps: of the program.
+        num_stages: tiles in flight.
+    """
+
+    element_bytes: int
+    max_head: int
+    max_rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+# The first row that fits is taken; the last row of each kind of element and head gives the
+# largest block of queries.
+TILES = (
+    Tiles(element_bytes=2, max_head=128, max_rows=16, tile=64, num_warps=4, num_stages=5),
+    Tiles(element_bytes=2, max_head=128, max_rows=64, tile=64, num_warps=4, num_stages=3),
+    Tiles(element_bytes=2, max_head=128, max_rows=128, tile=64, num_warps=8, num_stages=3),
+    Tiles(element_bytes=2, max_head=256, max_rows=16, tile=32, num_warps=4, num_stages=5),
+    Tiles(element_bytes=2, max_head=256, max_rows=64, tile=32, num_warps=8, num_stages=3),
+    Tiles(element_bytes=2, max_head=256, max_rows=128, tile=32, num_warps=8, num_stages=3),
+    Tiles(element_bytes=4, max_head=128, max_rows=16, tile=32, num_warps=8, num_stages=2),
+    Tiles(element_bytes=4, max_head=128, max_rows=32, tile=16, num_warps=8, num_stages=2),
+    Tiles(element_bytes=4, max_head=256, max_rows=32, tile=16, num_warps=8, num_stages=2),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """One launch.
+
+    Attributes:
+        num_blocks: blocks of queries, an upper bound.
+        block_rows: of a block; tokens times query heads of a group, a power of two.
+        is_whole: a request's queries fit in one block.
+        num_splits: programs that share the keys of a block, a power of two.
+        tile: keys of one step of the loop.
+        num_warps: of a program.
+        num_stages: tiles in flight.
+    """
+
+    num_blocks: int
+    block_rows: int
+    is_whole: bool
+    num_splits: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
+def plan_launch(
+    spec: AttentionSpec, metadata: AttentionMetadata, element_bytes: int, num_sms: int
+) -> LaunchPlan:
+    """The launch for every batch whose numbers of the host are those of `metadata`.
+
+    Args:
+        spec: of the layer.
+        metadata: no tensor of it is read.
+        element_bytes: of the queries.
+        num_sms: multiprocessors of the device.
+    """
+    group = spec.num_heads // spec.num_kv_heads
+    head = next_power_of_2(spec.head_size)
+    rows = max(MIN_DOT_SIZE, next_power_of_2(metadata.max_query_len * group))
+    fitting = [t for t in TILES if t.element_bytes == element_bytes and head <= t.max_head]
+    tiles = next((t for t in fitting if rows <= t.max_rows), None) or max(
+        (t for t in fitting if t.max_head == fitting[0].max_head), key=lambda t: t.max_rows
+    )
+    block_rows = min(rows, max(tiles.max_rows, next_power_of_2(group)))
+    block_queries = block_rows // group
+    is_whole = metadata.max_query_len <= block_queries
+    num_blocks = metadata.num_reqs
+    if not is_whole:
+        num_blocks += metadata.num_tokens // block_queries
+    return LaunchPlan(
+        num_blocks=num_blocks,
+        block_rows=block_rows,
+        is_whole=is_whole,
+        num_splits=choose_num_splits(
+            num_programs=num_blocks * spec.num_kv_heads,
+            num_tiles=-(-min(metadata.max_seq_len, _reach(spec, metadata)) // tiles.tile),
+            num_sms=num_sms,
+        ),
+        tile=tiles.tile,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+def choose_num_splits(*, num_programs: int, num_tiles: int, num_sms: int) -> int:
+    """Enough splits to fill the device, none of them without a tile in the longest request.
+
+    Args:
+        num_programs: of the launch without splits.
+        num_tiles: of keys that the longest request walks over.
+        num_sms: multiprocessors of the device.
+    """
+    wanted = PROGRAMS_PER_SM * num_sms // max(1, num_programs)
+    num_splits = min(wanted, num_tiles, MAX_SPLITS)
+    return 1 << (num_splits.bit_length() - 1) if num_splits > 1 else 1
+
+
+def _reach(spec: AttentionSpec, metadata: AttentionMetadata) -> int:
+    """How many keys the queries of one request see at most."""
+    if spec.sliding_window is None:
+        return metadata.max_seq_len
+    return spec.sliding_window + metadata.max_query_len
