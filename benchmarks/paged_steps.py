@@ -229,6 +229,9 @@ def backend_rows(
     for _ in range(arguments.rounds):
         for way, step in ways.items():
             rows[way].append(measured(step, arguments.steps))
+    for way, measures in rows.items():
+        wall, host = (statistics.median(values) for values in zip(*measures, strict=True))
+        print(f"{name} | {way} | {wall:.3f} ms | {host:.0f} us", flush=True)
     return {
         f"{name} | {way}": {
             "wall_ms": summary([wall for wall, _ in measures]),
@@ -252,7 +255,6 @@ def capture_of_all_sizes(compiled: Any, paged: PagedModel) -> dict[str, Any]:
     runner.capture(progress=False)
     whole_s = time.perf_counter() - start
     report = runner.report()
-    print(report, flush=True)
     return {
         "whole_s": whole_s,
         **{
@@ -303,8 +305,9 @@ def main() -> None:
                 print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
                 if arguments.profile and not kernels:
                     kernels = kernels_of_a_step(compiled, paged)
-                if arguments.capture:
+                if arguments.capture and not captures:
                     captures[name] = capture_of_all_sizes(compiled, paged)
+                    print(captures, flush=True)
             except Exception as error:  # noqa: BLE001 - the others are measured all the same
                 failures[name] = f"{type(error).__name__}: {error}"[:600]
                 traceback.print_exc()

@@ -13,11 +13,15 @@ from compile_backend.dispatch import CudagraphDispatcher
 from compile_backend.errors import CaptureError, ConfigError
 from compile_backend.explain import explain
 from compile_backend.resolve import Resolution, resolve_cudagraph_mode
+from compile_backend.runner import GraphModelRunner
+from compile_backend.runner_batch import Batch
+from compile_backend.step_inputs import Dim, InputSpec
 from compile_backend.support import AttentionCGSupport
 from compile_backend.wrapper import CUDAGraphWrapper
 
 __all__ = [
     "AttentionCGSupport",
+    "Batch",
     "BatchDescriptor",
     "CUDAGraphMode",
     "CUDAGraphWrapper",
@@ -25,7 +29,10 @@ __all__ = [
     "CompilationConfig",
     "ConfigError",
     "CudagraphDispatcher",
+    "Dim",
     "ForwardContext",
+    "GraphModelRunner",
+    "InputSpec",
     "PassConfig",
     "Resolution",
     "capture",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from compile_backend.runner_batch import Batch
+from compile_backend.runner_batch import Batch, spread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,9 +70,16 @@ class BatchLoader:
         """The model's inputs in a layout, in the order of their specs."""
         return tuple(layout.tensors[spec.name] for spec in self.specs)
 
-    def capture_batch(self, query_lens: npt.NDArray[np.int32]) -> Batch:
-        """A legal batch that changes nothing; its inputs hold the padding value."""
-        num_tokens, num_reqs = int(query_lens.sum()), len(query_lens)
+    def capture_batch(self, num_tokens: int, num_reqs: int) -> Batch:
+        """A legal batch that changes nothing; its inputs hold the padding value.
+
+        Args:
+            num_tokens: of the batch; fewer where no request may be as long as that takes.
+            num_reqs: of the batch.
+        """
+        if self.builder is not None:
+            num_tokens = min(num_tokens, num_reqs * self.builder.max_query_len)
+        query_lens = spread(num_tokens, num_reqs)
         inputs = {
             spec.name: np.full(spec.sizes(num_tokens, num_reqs), spec.pad) for spec in self.specs
         }

@@ -10,6 +10,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from compile_backend.config import CUDAGraphMode
 from compile_backend.context import (
     ForwardContext,
@@ -18,7 +20,6 @@ from compile_backend.context import (
     enter_forward_context,
 )
 from compile_backend.errors import CaptureError
-from compile_backend.runner_batch import spread
 from compile_backend.wrapper import CUDAGraphWrapper
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     import numpy.typing as npt
-    import torch
 
     from compile_backend.batch import BatchDescriptor
     from compile_backend.batch_loader import BatchLoader
@@ -102,9 +102,8 @@ class FullSteps:
     def warm_up(self, key: BatchDescriptor) -> None:
         """Run a key's step eagerly on a legal batch, and put its capture on the list."""
         step = self._step(key)
-        query_lens = spread(key.num_tokens, key.num_reqs)
-        batch = self._loader.capture_batch(query_lens)
-        self._loader.load(step.layout, batch, query_lens, key.num_tokens)
+        batch = self._loader.capture_batch(key.num_tokens, key.num_reqs)
+        self._loader.load(step.layout, batch, batch.query_lens, int(batch.query_lens.sum()))
         with enter_forward_context(step.context, SetBy.RUNNER):
             self._wrapper(*step.arguments)
         session = current_capture_session()
@@ -133,7 +132,8 @@ class FullSteps:
             self._drop()
         outputs = self._wrapper.replay_held(key)
         if outputs is None:
-            with enter_forward_context(step.context, SetBy.RUNNER), self._engine.session():
+            context = enter_forward_context(step.context, SetBy.RUNNER)
+            with torch.no_grad(), context, self._engine.session():
                 outputs = self._wrapper(*step.arguments)
         return outputs
 

@@ -31,7 +31,7 @@ from compile_backend.full_steps import FullSteps
 from compile_backend.once import WarnOnce
 from compile_backend.progress import capture_progress
 from compile_backend.resolve import Resolution, default_mode, resolve_cudagraph_mode
-from compile_backend.runner_batch import Batch, MetadataBuilder, spread
+from compile_backend.runner_checks import check_batch, check_device, check_outputs
 from compile_backend.runner_report import (
     CaptureMeter,
     RunnerReport,
@@ -49,11 +49,14 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from compile_backend.runner_batch import Batch, MetadataBuilder
+
 logger = logging.getLogger(__name__)
 
 _NONE = CUDAGraphMode.NONE
 _PIECEWISE = CUDAGraphMode.PIECEWISE
 _FULL = CUDAGraphMode.FULL
+_HIGHEST = (None, _NONE, _PIECEWISE, _FULL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +82,14 @@ class GraphModelRunner:
         uniform_decode_query_len: tokens of each request in a uniform decode batch; that of the
             config if None.
         metadata_builder: for attention that reads the forward context; None if there is none.
-        output_shape: the leading sizes of what the model returns, `Dim`s and numbers.
+        output_shape: the leading sizes of what the model returns, `Dim`s and numbers; checked by
+            `capture()`.
         max_loras: most adapters in a batch; 0 without adapters.
         device: where the model is.
 
     Raises:
-        ConfigError: an option is wrong, or the mode needs pieces and the model is not compiled.
+        ConfigError: an option is wrong, the mode needs pieces and the model is not compiled, or
+            the model is on another device.
     """
 
     def __init__(
@@ -110,11 +115,20 @@ class GraphModelRunner:
         self._compiled = cudagraph_modes.facts(model)
         self._asked = self._mode_asked()
         self.builder = metadata_builder
-        self._query_len = uniform_decode_query_len or self.config.uniform_decode_query_len
+        self._query_len = (
+            self.config.uniform_decode_query_len
+            if uniform_decode_query_len is None
+            else uniform_decode_query_len
+        )
         self._max_num_seqs = max_num_seqs
         self._max_loras = max_loras
+        self._output_shape = tuple(output_shape)
         self._output_axis = _output_axis(output_shape)
         self._max_num_batched_tokens = max_num_batched_tokens
+        if max_num_batched_tokens < 1:
+            raise ConfigError(
+                "max_num_batched_tokens", max_num_batched_tokens, "is too small", "use 1 or more"
+            )
         builder_specs = metadata_builder.input_spec if metadata_builder is not None else ()
         inputs = StepInputs(
             (*input_spec, *builder_specs),
@@ -124,7 +138,9 @@ class GraphModelRunner:
         )
         self._loader = BatchLoader(inputs, input_spec, metadata_builder)
         self._engine = cudagraph_modes.new_engine(inputs.device)
-        self._weights = Weights(_module_of(model))
+        module = _module_of(model)
+        check_device(module, inputs.device)
+        self._weights = Weights(module)
         self._warn_once = WarnOnce()
         self._meter = CaptureMeter(self._loader.inputs.device)
         self._stats = GraphStats()
@@ -137,7 +153,8 @@ class GraphModelRunner:
             progress: show what is being captured, its size, the memory taken and the time left.
 
         Raises:
-            ConfigError: with `strict`, when the mode cannot be had.
+            ConfigError: the model returns something else than `output_shape` says; or with
+                `strict`, the mode cannot be had.
         """
         self._captured = None
         with torch.no_grad():
@@ -179,19 +196,33 @@ class GraphModelRunner:
 
         Raises:
             CaptureError: `capture()` was not called.
+            ConfigError: `highest_mode` is no mode of a single batch.
             ValueError: the batch is contradictory, or larger than the runner's limits.
         """
         captured = self._captured
         if captured is None:
             raise CaptureError("nothing is captured yet; call capture() before the first run")
         query_lens = np.asarray(batch.query_lens, dtype=np.int32)
+        check_batch(
+            batch,
+            query_lens,
+            max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            has_builder=self.builder is not None,
+        )
         num_reqs, num_tokens = len(query_lens), int(query_lens.sum())
-        self._check(query_lens, num_tokens)
+        if highest_mode not in _HIGHEST:
+            raise ConfigError(
+                "highest_mode",
+                highest_mode,
+                "is no mode of a single batch",
+                "use CUDAGraphMode.NONE, PIECEWISE or FULL",
+            )
         mode, key = self._dispatch(captured, batch, query_lens, num_tokens, highest_mode)
-        with torch.no_grad():
-            if mode is _FULL:
-                outputs = captured.full.run(key, batch, query_lens, num_tokens)
-            else:
+        if mode is _FULL:
+            outputs = captured.full.run(key, batch, query_lens, num_tokens)
+        else:
+            with torch.no_grad():
                 outputs = self._run_model(mode, key, batch, query_lens, num_tokens)
         stats = self._stats.at(mode, graph_key(mode, key))
         stats.steps += 1
@@ -255,11 +286,12 @@ class GraphModelRunner:
         num_tokens = min(self._dispatcher(_FULL).largest_size, self._max_num_batched_tokens)
         # Dynamo takes sizes that are equal in the first call for equal in every call.
         num_reqs = min(self._max_num_seqs, max(1, num_tokens // 2))
-        query_lens = spread(num_tokens, num_reqs)
+        batch = self._loader.capture_batch(num_tokens, num_reqs)
+        num_tokens = int(batch.query_lens.sum())
         key = BatchDescriptor(num_tokens, num_reqs)
-        batch = self._loader.capture_batch(query_lens)
         with size_1_like_any_other():
-            self._run_model(_NONE, key, batch, query_lens, num_tokens)
+            outputs = self._run_model(_NONE, key, batch, batch.query_lens, num_tokens)
+        check_outputs(outputs, self._output_shape, num_tokens, num_reqs)
 
     def _settle(self) -> _Captured:
         support, is_split = AttentionCGSupport.ALWAYS, False
@@ -293,24 +325,11 @@ class GraphModelRunner:
         if mode is _FULL:
             captured.full.warm_up(key)
             return
-        query_lens = spread(key.num_tokens, min(key.num_tokens, self._max_num_seqs))
-        batch = self._loader.capture_batch(query_lens)
-        self._run_model(mode, key, batch, query_lens, key.num_tokens)
+        num_reqs = min(key.num_tokens, self._max_num_seqs)
+        batch = self._loader.capture_batch(key.num_tokens, num_reqs)
+        self._run_model(mode, key, batch, batch.query_lens, int(batch.query_lens.sum()))
 
     # --- a step ---
-
-    def _check(self, query_lens: npt.NDArray[np.int32], num_tokens: int) -> None:
-        num_reqs = len(query_lens)
-        if num_reqs > self._max_num_seqs or num_tokens > self._max_num_batched_tokens:
-            raise ValueError(
-                f"a batch of {num_reqs} requests and {num_tokens} tokens is above the limits "
-                f"max_num_seqs={self._max_num_seqs} and max_num_batched_tokens="
-                f"{self._max_num_batched_tokens}; split it, or raise them"
-            )
-        if num_reqs and query_lens.min() < 1:
-            raise ValueError(
-                f"query_lens {query_lens.tolist()} hold a request without tokens; leave it out"
-            )
 
     def _dispatch(
         self,
@@ -321,9 +340,9 @@ class GraphModelRunner:
         highest_mode: CUDAGraphMode | None,
     ) -> tuple[CUDAGraphMode, BatchDescriptor]:
         num_reqs = len(query_lens)
-        uniform = num_tokens == num_reqs * self._query_len and bool(
-            (query_lens == self._query_len).all()
-        )
+        uniform = num_tokens == num_reqs * self._query_len
+        if uniform and self._query_len > 1:  # as many tokens as requests: one each
+            uniform = bool((query_lens == self._query_len).all())
         all_decode = batch.all_decode
         if uniform and all_decode is None and self.builder is not None:
             all_decode = self.builder.is_decode(batch.attention, query_lens)

@@ -49,6 +49,7 @@ class MetadataBuilder(Protocol):
     support: AttentionCGSupport
     input_spec: Sequence[InputSpec]
     plans_every_step: bool
+    max_query_len: int
 
     def is_decode(self, batch: Any, query_lens: npt.NDArray[np.int32]) -> bool:
         """Whether every request had tokens before this step."""

@@ -57,7 +57,10 @@ class GraphStats:
 
     def at(self, mode: CUDAGraphMode, key: BatchDescriptor) -> KeyStats:
         """The counts at one (mode, key), to be increased in place."""
-        return self.rows.setdefault((mode, key), KeyStats())
+        counts = self.rows.get((mode, key))
+        if counts is None:
+            counts = self.rows[mode, key] = KeyStats()
+        return counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,8 @@ class InputSpec:
         shape: fixed sizes, and one `Dim`.
         dtype: of the elements.
         pad: fills the rows beyond the batch's own.
+        axis: which dimension changes.
+        dim: how it changes.
 
     Raises:
         ConfigError: the shape does not hold exactly one `Dim`.
@@ -59,6 +61,8 @@ class InputSpec:
     shape: tuple[int | Dim, ...]
     dtype: torch.dtype
     pad: int = 0
+    axis: int = field(init=False, repr=False)
+    dim: Dim = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if sum(isinstance(size, Dim) for size in self.shape) != 1:
@@ -69,18 +73,10 @@ class InputSpec:
                 "use one of Dim.NUM_TOKENS, Dim.NUM_REQS, Dim.NUM_REQS_PLUS_1, such as "
                 "(1, Dim.NUM_TOKENS)",
             )
-
-    @property
-    def axis(self) -> int:
-        """Which dimension changes."""
-        return next(i for i, size in enumerate(self.shape) if isinstance(size, Dim))
-
-    @property
-    def dim(self) -> Dim:
-        """How it changes."""
-        dim = self.shape[self.axis]
-        assert isinstance(dim, Dim)
-        return dim
+        for axis, size in enumerate(self.shape):
+            if isinstance(size, Dim):
+                object.__setattr__(self, "axis", axis)
+                object.__setattr__(self, "dim", size)
 
     def sizes(self, num_tokens: int, num_reqs: int) -> tuple[int, ...]:
         """The shape in one batch."""
@@ -107,7 +103,8 @@ class Place:
 
     def rows(self, start: int | None, end: int | None) -> tuple[slice, ...]:
         """The index of rows in the dimension that changes."""
-        return (*(slice(None),) * self.spec.axis, slice(start, end))
+        rows = slice(start, end)
+        return (rows,) if not self.spec.axis else (*(slice(None),) * self.spec.axis, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,16 +213,18 @@ class StepInputs:
         Raises:
             ValueError: the value has another shape.
         """
+        axis = place.spec.axis
         host: Any = place.hosts[turn] if place.arrays is None else place.arrays[turn]
         inside = place.rows(None, size)
-        if host.shape[place.spec.axis] > size:
-            host[place.rows(size, None)] = place.spec.pad
         own = host[inside]
+        if host.shape[axis] > size:
+            host[place.rows(size, None)] = place.spec.pad
         if isinstance(value, torch.Tensor):
             _check_shape(place.spec, value.shape, own.shape)
             if value.device.type != "cpu":
                 return place.device[inside], value
-            place.hosts[turn][inside].copy_(value)
+            with torch.no_grad():
+                place.hosts[turn][inside].copy_(value)
             return None
         value = np.asarray(value) if place.arrays is not None else torch.as_tensor(value)
         _check_shape(place.spec, value.shape, own.shape)
@@ -245,7 +244,8 @@ class StepInputs:
             self._copied[turn].record()
         if from_device:
             targets, sources = zip(*from_device, strict=True)
-            copy_all(targets, sources)
+            with torch.no_grad():
+                copy_all(targets, sources)
 
     def _offsets(self, num_tokens: int, num_reqs: int) -> tuple[list[int], int]:
         offsets, end = [], 0
@@ -306,7 +306,7 @@ def _view(
 
 
 def _check_shape(spec: InputSpec, given: Sequence[int], expected: Sequence[int]) -> None:
-    if tuple(given) != tuple(expected):
+    if given != expected and tuple(given) != tuple(expected):
         raise ValueError(
             f"input {spec.name!r} has shape {tuple(given)}, but this batch needs "
             f"{tuple(expected)}; its spec is {spec.shape}"

@@ -499,3 +499,12 @@ def shape_env_of(values: Iterable[Any]) -> Any | None:
         if isinstance(value, torch.SymInt):
             return value.node.shape_env
     return None
+
+
+def with_dynamic_sizes(tensor: torch.Tensor, axes: Iterable[int]) -> torch.Tensor:
+    """An alias for which Dynamo compiles with these sizes left open, save those of 0 and 1."""
+    import torch._dynamo
+
+    alias = tensor.detach()
+    torch._dynamo.maybe_mark_dynamic(alias, list(axes))
+    return alias

@@ -1,11 +1,17 @@
 """What every test runs under: no network, no thread fights, no GPU tests without a GPU."""
 
+import gc
+import importlib.metadata
 import os
 import shutil
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from compile_backend.llm.loading import LoadedModel
 
 
 def pytest_configure() -> None:
@@ -31,6 +37,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def one_core() -> Iterator[None]:
+    """Threads that wait for each other lose most of their time where cores are shared."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def quick_captures() -> Iterator[None]:
+    """Each capture collects garbage, which takes long after transformers was imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def loaded(request: pytest.FixtureRequest) -> "Iterator[LoadedModel]":
+    """The demo's language model with its real weights, in float32 with full-precision products."""
+    import torch
+
+    from compile_backend.llm.loading import DEMO_NAME, DEMO_PACKAGE, load_model
+
+    try:
+        importlib.metadata.version(DEMO_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"needs the package {DEMO_PACKAGE}")
+    matmul = torch.backends.cuda.matmul
+    allowed = matmul.allow_tf32
+    matmul.allow_tf32 = False
+    yield load_model(DEMO_NAME, dtype=torch.float32, device=request.param)
+    matmul.allow_tf32 = allowed
 
 
 @pytest.fixture(autouse=True)

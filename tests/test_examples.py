@@ -12,6 +12,7 @@ SAID = {
     "compile_a_function": "1 piece, 1 graph captured, 4 replays",
     "huggingface_five_modes": "FULL_AND_PIECEWISE: prompt at PIECEWISE, decode at FULL",
     "own_dispatch": "9 tokens ran at NONE as 9",
+    "serve_prompts": "5 prompts served together; the tokens are those of model.generate",
     "own_splitting_op": "FULL becomes FULL_AND_PIECEWISE",
 }
 

@@ -5,7 +5,6 @@ matter. How far numbers may differ is derived in `Tolerance`, from what float32 
 """
 
 import copy
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -117,28 +116,13 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     matmul.allow_tf32 = allowed
 
 
+pytestmark = pytest.mark.usefixtures("one_core", "quick_captures")
+
+
 @pytest.fixture(autouse=True)
 def _without_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _on_one_core() -> Iterator[None]:
-    """Threads that wait for each other lose most of their time where cores are shared."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@pytest.fixture(autouse=True)
-def _quick_captures() -> Iterator[None]:
-    """Each capture collects garbage, which takes long after transformers was imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Tolerance:

@@ -268,6 +268,13 @@ def test_a_cache_with_fewer_rows_than_the_largest_size() -> None:
     assert steps_of(loop) == {"FULL": [16]}
 
 
+def test_sizes_that_no_batch_of_legal_requests_can_fill() -> None:
+    loop = make_loop("FULL", sizes=[8, 500], limit=500)  # 8 requests of at most 48 tokens
+    request = loop.add(range(9))
+    loop.step([(request, 9)])
+    assert steps_of(loop) == {"FULL": [500]}
+
+
 def test_captures_are_made_from_legal_lengths() -> None:
     seen: list[tuple[list[int], list[int], int]] = []
 

@@ -1,8 +1,6 @@
 """A real language model with its real weights: in every mode it writes what eager writes."""
 
-import gc
-import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,54 +9,18 @@ from every_mode import EveryMode, check_what_ran
 import compile_backend
 from compile_backend.config import CUDAGraphMode
 from compile_backend.llm.generate import encode_prompt, greedy_generate
-from compile_backend.llm.loading import DEMO_NAME, DEMO_PACKAGE, LoadedModel, load_model
-
-
-def _is_installed() -> bool:
-    try:
-        importlib.metadata.version(DEMO_PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
+from compile_backend.llm.loading import LoadedModel
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not _is_installed(), reason=f"needs the package {DEMO_PACKAGE}"),
+    pytest.mark.usefixtures("one_core", "quick_captures"),
 ]
 
 # Equally many tokens, so that both prompts are read by one compiled graph.
 PROMPTS = ("Name three colours of the rainbow.", "What do plants need to grow?")
 NUM_NEW_TOKENS = 24
 CACHE_LEN = 128
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _on_one_core() -> Iterator[None]:
-    """Threads that wait for each other lose most of their time where cores are shared."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@pytest.fixture(autouse=True)
-def _quick_captures() -> Iterator[None]:
-    """Each capture collects garbage, which takes long after transformers was imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
-    matmul = torch.backends.cuda.matmul
-    allowed = matmul.allow_tf32
-    matmul.allow_tf32 = False
-    yield load_model(DEMO_NAME, dtype=torch.float32, device=request.param)
-    matmul.allow_tf32 = allowed
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,7 @@ class AttentionMetadataBuilder:
         support: the weakest level of all backends in use.
         input_spec: the tensors that each step brings for attention.
         plans_every_step: whether a replay needs `build_for_graph` before it.
+        max_query_len: no request adds more tokens.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class AttentionMetadataBuilder:
         self._backends = tuple(dict.fromkeys(layer.backend for layer in layers.values()))
         self.support: AttentionCGSupport = lowest(backend.support for backend in self._backends)
         self.plans_every_step = any(backend.plans_every_step for backend in self._backends)
+        self.max_query_len = cache.max_model_len
         self._cache = cache
         self._num_blocks = num_blocks
         self.input_spec = (
@@ -253,9 +255,17 @@ class AttentionMetadataBuilder:
             )
 
 
+_UNSIGNED = {4: np.uint32, 8: np.uint64}
+
+
 def _rows(name: str, value: Any, num_rows: int, num_dims: int = 1) -> npt.NDArray[Any]:
     """An array with a row for each request or token; one row must not do for all in silence."""
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # numpy's own text names no input
+        raise ValueError(
+            f"{name} has rows of different lengths; fill the shorter ones up, with 0"
+        ) from error
     if array.ndim != num_dims or len(array) != num_rows:
         raise ValueError(
             f"{name} has shape {array.shape}, but this batch needs {num_rows} rows in "
@@ -266,7 +276,9 @@ def _rows(name: str, value: Any, num_rows: int, num_dims: int = 1) -> npt.NDArra
 
 def _check_range(name: str, numbers: npt.NDArray[Any], first: int, end: int) -> None:
     """Refuse what lies outside of the cache: a kernel would read or write there unasked."""
-    if numbers.size and not first <= numbers.min() <= numbers.max() < end:
+    shifted = numbers - first if first else numbers
+    # As unsigned numbers those below the first are the largest: one reduction finds both kinds.
+    if numbers.size and shifted.view(_UNSIGNED[numbers.itemsize]).max() >= end - first:
         raise ValueError(
             f"{name} holds {numbers.min()} to {numbers.max()}, but the cache has {first} to "
             f"{end - 1}"

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from compile_backend.attention.backend import AttentionBackend
 
+    Choice = str | type[AttentionBackend]
+
 INTERFACE = "cudagraph_modes"
 _PROBE = "cudagraph_modes_probe"
 
@@ -92,7 +94,7 @@ def paged_model(
     num_blocks: int,
     block_size: int = 16,
     max_model_len: int | None = None,
-    backend: str | Callable[[str, AttentionSpec], str] = AUTO,
+    backend: str | type[AttentionBackend] | Callable[[str, AttentionSpec], Choice] = AUTO,
     cache_dtype: torch.dtype | None = None,
 ) -> PagedModel:
     """Give a Hugging Face causal model a paged cache.
@@ -105,8 +107,8 @@ def paged_model(
         num_blocks: blocks of the cache; each holds `block_size` tokens for all layers.
         block_size: tokens of a block.
         max_model_len: most tokens of a request; the model's own limit if None.
-        backend: which attention backend to use, by name; `auto` takes the best one that can run.
-            A function of a layer's name and spec chooses for each layer.
+        backend: which attention backend to use: a name, or a class of your own; `auto` takes the
+            best one that can run. A function of a layer's name and spec chooses for each layer.
         cache_dtype: of stored keys and values; that of the model if None.
 
     Raises:
@@ -117,14 +119,15 @@ def paged_model(
     device = next(model.parameters()).device
     specs, dtype = _probe(model)
     if max_model_len is None:
-        max_model_len = int(model.config.max_position_embeddings)  # type: ignore[union-attr, arg-type]
+        config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        max_model_len = int(config.max_position_embeddings)
     cache = CacheFormat(
         block_size=block_size, dtype=cache_dtype or dtype, max_model_len=max_model_len
     )
     backends: dict[Hashable, AttentionBackend] = {}
     layers = {}
     for name, spec in specs.items():
-        chosen = backend if isinstance(backend, str) else backend(name, spec)
+        chosen = backend if isinstance(backend, str | type) else backend(name, spec)
         if (chosen, spec) not in backends:
             backends[chosen, spec] = make_backend(chosen, spec, cache, device)
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_size)

@@ -48,9 +48,8 @@ class Tiles:
 # The first row that fits is taken; the last row of each kind of element and head gives the
 # largest block of queries.
 TILES = (
-    Tiles(element_bytes=2, max_head=128, max_rows=16, tile=64, num_warps=4, num_stages=5),
-    Tiles(element_bytes=2, max_head=128, max_rows=64, tile=64, num_warps=4, num_stages=3),
-    Tiles(element_bytes=2, max_head=128, max_rows=128, tile=64, num_warps=8, num_stages=3),
+    Tiles(element_bytes=2, max_head=128, max_rows=16, tile=128, num_warps=4, num_stages=3),
+    Tiles(element_bytes=2, max_head=128, max_rows=64, tile=64, num_warps=4, num_stages=2),
     Tiles(element_bytes=2, max_head=256, max_rows=16, tile=32, num_warps=4, num_stages=5),
     Tiles(element_bytes=2, max_head=256, max_rows=64, tile=32, num_warps=8, num_stages=3),
     Tiles(element_bytes=2, max_head=256, max_rows=128, tile=32, num_warps=8, num_stages=3),

@@ -1,0 +1,311 @@
+"""A step's inputs lie padded at addresses that stay, each in memory of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compile_backend.batch_loader import BatchLoader
+from compile_backend.errors import ConfigError
+from compile_backend.runner_batch import Batch
+from compile_backend.step_inputs import Dim, InputSpec, StepInputs
+
+CPU = torch.device("cpu")
+TOKENS, REQS, REQS_1 = Dim.NUM_TOKENS, Dim.NUM_REQS, Dim.NUM_REQS_PLUS_1
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
+
+quick = settings(max_examples=40, deadline=None, database=None)
+
+
+def step_inputs(*specs: InputSpec, num_tokens: int = 8, num_reqs: int = 4) -> StepInputs:
+    return StepInputs(specs, CPU, max_num_tokens=num_tokens, max_num_reqs=num_reqs)
+
+
+def put(inputs: StepInputs, name: str, value: Any, size: int, padded: tuple[int, int]) -> Any:
+    """One input of a step in a layout of `padded` tokens and requests."""
+    layout = inputs.layout(*padded)
+    turn = inputs.begin()
+    later = inputs.put(layout.places[name], value, size, turn)
+    inputs.send(layout, turn)
+    return later
+
+
+# --- specs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dim", "size"), [(TOKENS, 7), (REQS, 3), (REQS_1, 4)])
+def test_sizes_of_a_batch(dim: Dim, size: int) -> None:
+    spec = InputSpec("x", (2, dim, 5), torch.int32)
+    assert (spec.axis, spec.dim) == (1, dim)
+    assert spec.sizes(7, 3) == (2, size, 5)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (TOKENS, REQS), (TOKENS, 2, TOKENS)])
+def test_a_shape_changes_in_exactly_one_size(shape: tuple[int | Dim, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"input_spec\['x'\]\.shape.*NUM_REQS_PLUS_1"):
+        InputSpec("x", shape, torch.int32)
+
+
+def test_names_are_unique() -> None:
+    spec = InputSpec("x", (TOKENS,), torch.int32)
+    with pytest.raises(ConfigError, match="holds a name twice"):
+        step_inputs(spec, spec)
+
+
+# --- one step ---------------------------------------------------------------------------------
+
+AROUND: tuple[tuple[int, ...], ...] = ((), (3,), (1, 2))
+specs = st.builds(
+    lambda shape, dtype, pad: InputSpec("", shape, dtype, pad),
+    st.sampled_from(
+        [(*before, dim, *after) for before in AROUND for dim in Dim for after in AROUND]
+    ),
+    st.sampled_from(DTYPES),
+    st.sampled_from([0, 1]),
+)
+
+
+@quick
+@given(drawn=st.lists(specs, min_size=1, max_size=4), data=st.data())
+def test_every_input_holds_its_batch_and_its_padding(drawn: list[InputSpec], data: Any) -> None:
+    """Two steps of random sizes, one after the other, whatever the types and the axes."""
+    all_specs = [
+        InputSpec(f"input_{i}", spec.shape, spec.dtype, spec.pad) for i, spec in enumerate(drawn)
+    ]
+    inputs = step_inputs(*all_specs)
+    for seed in range(2):
+        num_tokens, num_reqs = data.draw(st.integers(0, 8)), data.draw(st.integers(0, 4))
+        padded = (data.draw(st.integers(num_tokens, 8)), data.draw(st.integers(num_reqs, 4)))
+        layout = inputs.layout(*padded)
+        turn, values = inputs.begin(), {}
+        random = torch.Generator().manual_seed(seed)
+        for spec in all_specs:
+            sizes = spec.sizes(num_tokens, num_reqs)
+            value = torch.randint(0, 2, sizes, generator=random).to(spec.dtype)
+            values[spec.name] = value
+            form = data.draw(st.sampled_from(["tensor", "array", "list"]))
+            given_as = value if form == "tensor" else value.float().numpy()
+            if form == "list" and 0 not in sizes:
+                given_as = given_as.tolist()
+            size = spec.dim.of(num_tokens, num_reqs)
+            assert inputs.put(layout.places[spec.name], given_as, size, turn) is None
+        inputs.send(layout, turn)
+        for spec in all_specs:
+            held, size = layout.tensors[spec.name], spec.dim.of(num_tokens, num_reqs)
+            assert held.shape == spec.sizes(*padded)
+            assert held.dtype is spec.dtype
+            own = held.narrow(spec.axis, 0, size)
+            assert torch.equal(own.float(), values[spec.name].float())
+            rest = held.narrow(spec.axis, size, held.shape[spec.axis] - size)
+            assert torch.equal(rest.float(), torch.full_like(rest, spec.pad).float())
+
+
+@quick
+@given(drawn=st.lists(specs, min_size=1, max_size=4), num_tokens=st.integers(0, 8))
+def test_inputs_do_not_overlap_and_start_their_own_storage(
+    drawn: list[InputSpec], num_tokens: int
+) -> None:
+    all_specs = [InputSpec(f"input_{i}", spec.shape, spec.dtype) for i, spec in enumerate(drawn)]
+    inputs = step_inputs(*all_specs)
+    tensors = inputs.layout(num_tokens, 2).tensors
+    end = inputs.layout(8, 4).tensors["input_0"].data_ptr()
+    for spec in all_specs:
+        tensor = tensors[spec.name]
+        if not tensor.numel():
+            continue
+        assert tensor.is_contiguous()
+        assert tensor.storage_offset() == 0
+        assert tensor.untyped_storage().data_ptr() == tensor.data_ptr()
+        assert tensor.data_ptr() >= end
+        end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+def test_memory_is_that_of_the_largest_batch() -> None:
+    """Every input starts at a multiple of 256 bytes."""
+    inputs = step_inputs(
+        InputSpec("tokens", (TOKENS,), torch.int64),
+        InputSpec("table", (REQS, 3), torch.int32),
+        num_tokens=100,
+        num_reqs=4,
+    )
+    assert inputs.num_bytes == 4 * 256 + 256
+
+
+def test_layouts_share_the_memory_and_stay_where_they_are() -> None:
+    inputs = step_inputs(InputSpec("x", (TOKENS,), torch.int32))
+    small, large = inputs.layout(2, 1), inputs.layout(8, 4)
+    assert inputs.layout(2, 1) is small
+    assert small.tensors["x"].data_ptr() == large.tensors["x"].data_ptr()
+    put(inputs, "x", [5, 6, 7], 3, (8, 4))
+    assert small.tensors["x"].tolist() == [5, 6]
+    assert large.tensors["x"].tolist() == [5, 6, 7, 0, 0, 0, 0, 0]
+
+
+def test_a_layout_need_not_be_kept() -> None:
+    inputs = step_inputs(InputSpec("x", (TOKENS,), torch.int32))
+    passing = inputs.layout(3, 1, keep=False)
+    kept = inputs.layout(3, 1)
+    assert kept is not passing
+    assert inputs.layout(3, 1, keep=False) is kept
+    assert kept.tensors["x"].data_ptr() == passing.tensors["x"].data_ptr()
+
+
+def test_a_batch_above_the_limits_has_no_layout() -> None:
+    inputs = step_inputs(InputSpec("x", (TOKENS,), torch.int32))
+    for sizes in ((9, 1), (1, 5)):
+        with pytest.raises(AssertionError):
+            inputs.layout(*sizes)
+
+
+def test_arrays_are_the_memory_of_the_host() -> None:
+    """Who makes metadata writes there, and it arrives with the rest."""
+    inputs = step_inputs(
+        InputSpec("x", (TOKENS,), torch.int32), InputSpec("half", (TOKENS,), torch.bfloat16)
+    )
+    layout, turn = inputs.layout(4, 1), inputs.begin()
+    assert layout.arrays[turn].keys() == {"x"}
+    layout.arrays[turn]["x"][:] = [1, 2, 3, 4]
+    inputs.send(layout, turn)
+    assert layout.tensors["x"].tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [([1, 2], 3), ([[1, 2, 3]], 3), (1, 1), (torch.zeros(4), 3), (torch.tensor(1), 3)],
+    ids=["short", "deep", "scalar", "long", "0-dim"],
+)
+def test_another_shape_is_refused_with_the_name(value: Any, size: int, dtype: torch.dtype) -> None:
+    """None may spread over the rows in silence."""
+    inputs = step_inputs(InputSpec("x", (TOKENS,), dtype))
+    with pytest.raises(ValueError, match=r"input 'x' has shape .* needs \(\d,\).*NUM_TOKENS"):
+        put(inputs, "x", value, size, (8, 1))
+
+
+def test_more_rows_than_the_layout_has_are_refused() -> None:
+    inputs = step_inputs(InputSpec("x", (TOKENS,), torch.int32))
+    with pytest.raises(ValueError, match=r"input 'x' has shape \(5,\).*\(4,\)"):
+        put(inputs, "x", range(5), 5, (4, 1))
+
+
+def test_what_is_on_a_device_is_copied_there_after_the_block() -> None:
+    inputs = step_inputs(InputSpec("x", (2, TOKENS), torch.int32, pad=9))
+    layout, turn = inputs.layout(4, 1), inputs.begin()
+    value = torch.empty(2, 3, dtype=torch.int32, device="meta")
+    target, source = inputs.put(layout.places["x"], value, 3, turn)
+    assert source is value
+    assert target.shape == value.shape
+    assert target.data_ptr() == layout.tensors["x"].data_ptr()
+    inputs.send(layout, turn, [(target, torch.arange(6, dtype=torch.int32).view(2, 3))])
+    assert layout.tensors["x"].tolist() == [[0, 1, 2, 9], [3, 4, 5, 9]]
+    with pytest.raises(ValueError, match="input 'x' has shape"):
+        inputs.put(layout.places["x"], value, 2, turn)
+
+
+def test_values_of_training_leave_no_trace() -> None:
+    """Weights of embeddings that a caller computed may want gradients; the memory does not."""
+    inputs = step_inputs(InputSpec("x", (TOKENS,), torch.float32))
+    with torch.no_grad():
+        put(inputs, "x", torch.ones(3, requires_grad=True), 3, (4, 1))
+    held = inputs.layout(4, 1).tensors["x"]
+    assert held.tolist() == [1, 1, 1, 0]
+    assert not held.requires_grad
+
+
+# --- on a GPU ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_steps_that_follow_each_other_do_not_mix_on_a_gpu() -> None:
+    """The host is ahead of the device by one step, which reads a block of its own."""
+    cuda = torch.empty(0, device="cuda").device
+    specs = (InputSpec("x", (TOKENS, 64), torch.int64), InputSpec("y", (REQS,), torch.int32))
+    inputs = StepInputs(specs, cuda, max_num_tokens=4096, max_num_reqs=8)
+    layout, seen = inputs.layout(4096, 8), []
+    for step in range(12):
+        turn = inputs.begin()
+        inputs.put(layout.places["x"], np.full((4000, 64), step), 4000, turn)
+        on_device = torch.full((5,), -step, dtype=torch.int32, device=cuda)
+        later = inputs.put(layout.places["y"], on_device, 5, turn)
+        inputs.send(layout, turn, [later])
+        seen.append([layout.tensors["x"].sum(), layout.tensors["y"].sum()])
+    assert [[int(x), int(y)] for x, y in seen] == [
+        [4000 * 64 * step, -5 * step] for step in range(12)
+    ]
+    assert layout.tensors["x"].untyped_storage().data_ptr() == layout.tensors["x"].data_ptr()
+
+
+# --- batches ----------------------------------------------------------------------------------
+
+IDS = InputSpec("ids", (1, TOKENS), torch.int64, pad=3)
+LAST = InputSpec("last", (REQS,), torch.int64)
+
+
+class CountingBuilder:
+    """Attention metadata that is one running number per token."""
+
+    max_query_len = 99
+    input_spec = (InputSpec("numbers", (TOKENS,), torch.int32, pad=-1),)
+
+    def fill(self, batch: Any, query_lens: Any, host: Any) -> None:
+        num_tokens = int(query_lens.sum())
+        host["numbers"][:num_tokens] = batch + np.arange(num_tokens)
+        host["numbers"][num_tokens:] = -1
+
+    def capture_batch(self, query_lens: Any) -> Any:
+        return 1000 * len(query_lens)
+
+
+def loader(builder: Any = None) -> BatchLoader:
+    extra = () if builder is None else builder.input_spec
+    return BatchLoader(step_inputs(IDS, LAST, *extra), (IDS, LAST), builder)
+
+
+def test_a_batch_brings_inputs_of_model_and_attention() -> None:
+    held = loader(CountingBuilder())
+    layout = held.inputs.layout(6, 3)
+    lens = np.array([1, 3], np.int32)
+    batch = Batch(query_lens=lens, inputs={"last": [0, 3], "ids": [[7, 8, 9, 10]]}, attention=5)
+    held.load(layout, batch, lens, 4)
+    ids, last = held.arguments(layout)
+    assert ids.tolist() == [[7, 8, 9, 10, 3, 3]]
+    assert last.tolist() == [0, 3, 0]
+    assert layout.tensors["numbers"].tolist() == [5, 6, 7, 8, -1, -1]
+
+
+@pytest.mark.parametrize("names", [["ids"], ["ids", "last", "mask"], ["ids", "lsat"]], ids=str)
+def test_inputs_are_those_that_were_declared(names: list[str]) -> None:
+    held = loader()
+    batch = Batch(query_lens=[1], inputs={name: [[0]] for name in names})
+    with pytest.raises(ValueError, match=r"input_spec names \['ids', 'last'\]"):
+        held.load(held.inputs.layout(1, 1), batch, np.array([1], np.int32), 1)
+
+
+@given(lens=st.lists(st.integers(1, 3), min_size=1, max_size=4).filter(lambda all_: sum(all_) < 9))
+@settings(deadline=None, database=None)
+def test_a_batch_for_captures_fits(lens: list[int]) -> None:
+    held = loader(CountingBuilder())
+    layout = held.inputs.layout(8, 4)
+    batch = held.capture_batch(sum(lens), len(lens))
+    assert (len(batch.query_lens), batch.query_lens.sum()) == (len(lens), sum(lens))
+    held.load(layout, batch, batch.query_lens, sum(lens))
+    assert layout.tensors["ids"].tolist() == [[3] * 8]
+    assert int(layout.tensors["numbers"][0]) == 1000 * len(lens)
