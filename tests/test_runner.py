@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any, ClassVar
 
@@ -34,9 +35,10 @@ def make_loop(
     backend: Any = "sdpa",
     limit: int = 64,
     seed: int = 0,
+    device: str = "cpu",
     **options: Any,
 ) -> Loop:
-    model = PagedToy(seed=seed)
+    model = PagedToy(seed=seed).to(device)
     asked = {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes or SIZES, **options}
     runner = GraphModelRunner(
         compiled(model) if is_compiled else model,
@@ -47,7 +49,7 @@ def make_loop(
         max_num_batched_tokens=limit,
         uniform_decode_query_len=query_len,
         metadata_builder=make_builder(model, num_blocks, backend),
-        device="cpu",
+        device=device,
     )
     runner.capture(progress=False)
     return Loop(model, runner, num_blocks)
@@ -71,9 +73,18 @@ EXPECTED = {
 }
 
 
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        ("cpu", "sdpa"),
+        pytest.param("cuda", "sdpa", marks=pytest.mark.gpu),
+        pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+        pytest.param("cuda", "flex_attention", marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_runs_what_it_says_and_is_right(mode: str) -> None:
-    loop = make_loop(mode)
+def test_every_mode_runs_what_it_says_and_is_right(mode: str, device: str, backend: str) -> None:
+    loop = make_loop(mode, device=device, backend=backend)
     first, second, third = loop.add(range(1, 6)), loop.add(range(11, 22)), loop.add([3, 1, 2])
     long = loop.add([(5 * i) % 37 for i in range(20)])
     loop.step([(first, 5)])
@@ -349,9 +360,12 @@ def test_two_runners_with_query_lengths_of_their_own() -> None:
         assert loop.runner.report().steps(FULL) == steps
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
-def test_weights_bound_anew_are_seen(mode: str, caplog: pytest.LogCaptureFixture) -> None:
-    loop = make_loop(mode)
+def test_weights_bound_anew_are_seen(
+    mode: str, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = make_loop(mode, device=device)
     request = loop.add([1, 2, 3, 4, 5])
     loop.step([(request, 2)])
     loop.step([(request, 1)])
@@ -370,6 +384,30 @@ def test_weights_bound_anew_are_seen(mode: str, caplog: pytest.LogCaptureFixture
         loop.step([(request, 1)])
     told = [record for record in caplog.records if "another address" in record.message]
     assert 1 <= len(told) <= 2  # the runner, and the compiled graph at PIECEWISE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+def test_inputs_that_are_on_the_device_stay_there(mode: str) -> None:
+    loop = make_loop(mode, device="cuda", backend="triton")
+    requests = [loop.add([i, 5, 7, 9]) for i in range(3)]
+    loop.step([(request, 2) for request in requests])
+    for _ in range(2):
+        batch = loop.batch([(request, 1) for request in requests])
+        inputs = {name: torch.as_tensor(value).cuda() for name, value in batch.inputs.items()}
+        logits = loop.runner.run(dataclasses.replace(batch, inputs=inputs))
+        for row, request in zip(logits, requests, strict=True):
+            loop.done[request] += 1
+            expected = loop.model.dense(loop.tokens[request][: loop.done[request]])
+            torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_memory_and_seconds_are_reported_by_mode() -> None:
+    report = make_loop("FULL_AND_PIECEWISE", device="cuda", backend="triton").runner.report()
+    assert set(report.num_bytes) == {FULL, PIECEWISE}
+    assert all(seconds > 0 for seconds in report.capture_s.values())
+    assert report.num_bytes[FULL] + report.num_bytes[PIECEWISE] > 0
 
 
 def test_recapture_starts_anew() -> None:
@@ -422,6 +460,9 @@ def test_run_before_capture_is_refused() -> None:
     [
         ({"query_lens": [1, 0]}, "a request without tokens"),
         ({"query_lens": [1] * 9}, "above the limits"),
+        ({"query_lens": 1}, "one number for each request"),
+        ({"query_lens": [[1]]}, "one number for each request"),
+        ({"attention": None}, "brings no attention"),
         ({"inputs": {"tokens": [1]}}, "input_spec names"),
         ({"inputs": {"tokens": [1, 2], "positions": [0], "last": [0]}}, "'tokens' has shape"),
     ],
@@ -438,6 +479,92 @@ def test_contradictory_batches_are_refused_and_lose_nothing(
     with pytest.raises(ValueError, match=message):
         loop.runner.run(Batch(**{**fields, **change}))
     loop.step([(request, 1)])
+
+
+def test_attention_that_nobody_reads_is_refused() -> None:
+    runner = GraphModelRunner(
+        lambda x: x,
+        {"cudagraph_capture_sizes": [1]},
+        input_spec=[InputSpec("x", (Dim.NUM_TOKENS,), torch.float32)],
+        max_num_seqs=1,
+        device="cpu",
+    )
+    runner.capture(progress=False)
+    with pytest.raises(ValueError, match="no metadata_builder to read it"):
+        runner.run(Batch(query_lens=[1], inputs={"x": [1.0]}, attention=object()))
+
+
+@pytest.mark.parametrize("mode", ["NONE", CUDAGraphMode.FULL_AND_PIECEWISE])
+def test_a_mode_that_no_single_batch_has_is_refused(mode: Any) -> None:
+    loop = _shared_loop()
+    loop.tokens, loop.done, loop.blocks, loop.used = [], [], [], 0
+    request = loop.add([1, 2])
+    with pytest.raises(ConfigError, match="is no mode of a single batch"):
+        loop.step([(request, 1)], highest_mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ((Dim.NUM_TOKENS,), r"begins with \[16\] for 16 tokens of 8 requests"),
+        ((1, Dim.NUM_REQS), r"returned a tensor of \[8, 37\]"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["NONE", "FULL"])
+def test_outputs_of_another_shape_than_was_said_are_refused(
+    mode: str, shape: Any, text: str
+) -> None:
+    """The runner would return rows of padding as if they were the batch's."""
+    model = PagedToy()
+    runner = GraphModelRunner(
+        model,
+        {"cudagraph_mode": mode, "cudagraph_capture_sizes": SIZES},
+        input_spec=INPUTS,
+        output_shape=shape,
+        max_num_seqs=8,
+        metadata_builder=make_builder(model),
+        device="cpu",
+    )
+    with pytest.raises(ConfigError, match=text):
+        runner.capture(progress=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"device": "meta"}, r"device='meta' holds no weight of the model, which is on cpu"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0 is too small"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0 is too small"),
+        ({"uniform_decode_query_len": 0}, "uniform_decode_query_len=0 is too small"),
+    ],
+)
+def test_what_a_runner_cannot_be_made_of_is_refused(changes: Any, text: str) -> None:
+    facts = {"input_spec": INPUTS, "max_num_seqs": 2, "device": "cpu", **changes}
+    with pytest.raises(ConfigError, match=text):
+        GraphModelRunner(PagedToy(), **facts)
+
+
+def test_who_prepares_for_a_graph_finds_a_legal_batch_in_its_tensors() -> None:
+    seen: list[int] = []
+
+    class Reading(SdpaAttention):
+        def prepare_for_graph(self, metadata: Any, key: Any) -> None:
+            lens, seq_lens = metadata.query_start_loc.diff(), metadata.seq_lens
+            assert metadata.query_start_loc[0] == 0
+            assert (lens >= 1).all()
+            assert int(lens.sum()) == key.num_tokens
+            assert (seq_lens >= lens).all()
+            assert (seq_lens <= MAX_MODEL_LEN).all()
+            assert (metadata.slot_mapping == -1).all()
+            seen.append(key.num_tokens)
+
+    cache = CacheFormat(block_size=4, dtype=torch.float32, max_model_len=MAX_MODEL_LEN)
+    loop = make_loop("FULL", backend=lambda _: Reading(SPEC, cache, torch.device("cpu")))
+    request = loop.add(range(9))
+    loop.step([(request, 7)])
+    loop.step([(request, 1)], extra=("a key that is not in the plan",))
+    loop.step([(request, 1)])
+    assert sorted(set(seen)) == SIZES
 
 
 def test_models_without_attention_need_no_builder() -> None:

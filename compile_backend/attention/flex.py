@@ -9,10 +9,10 @@ block may be shared by any number of requests.
 device alone: inside a graph it is part of the graph, so nothing has to be renewed before a
 replay. That layer is known by its cache.
 
-*Compilation.* Numbers of tiles are dynamic; what a kernel is specialised on is not: tiles of 1 to
-8 tokens of uniform batches, else four heights of tiles; and three numbers of splits. Each of these
-that is met costs two compilations per spec, at its first step and when its number of tiles first
-changes, and one more for a single tile. No size after that costs any; warm up before a capture.
+*Compilation.* Numbers of tiles and the size of the cache are dynamic; what a kernel is specialised
+on is not: tiles of 1 to 8 tokens of uniform batches, else four heights of tiles; and three numbers
+of splits. Each of these that is met costs one compilation per spec, and one more for a single
+tile. No size after that costs any; warm up before a capture.
 
 *Block sizes.* The Triton template wants blocks of the mask of at least 16 slots, and reads as many
 at a time as the greatest power of two that divides them. A page of a multiple of 16 tokens is a
@@ -177,7 +177,7 @@ class FlexAttention(AttentionBackend):
             cache.keys,
             self._finite(cache.values),
             mask.positions,
-            mask.requests,
+            mask.table_starts,
             mask.kv_num_blocks,
             mask.kv_indices,
             table.view(-1),

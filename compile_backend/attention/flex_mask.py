@@ -92,7 +92,8 @@ class TileMask:
 
     Attributes:
         positions: `[num_tiles, tile_len]` int32, each row's place in its request; -1: no token.
-        requests: `[num_tiles]` int32.
+        table_starts: `[num_tiles]` int32, where the pages of each tile's request start in the
+            flat `logical_pages` of `refresh`.
         kv_num_blocks: `[num_tiles, num_splits]` int32.
         kv_indices: `[num_tiles, num_splits, n]` int32, blocks of the mask in the cache. Split `s`
             has every `num_splits`-th block from `s` on, so that splits are alike in length.
@@ -124,7 +125,7 @@ class TileMask:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.positions = buffer(num_tiles, tiling.tile_len)
-        self.requests = buffer(num_tiles)
+        self.table_starts = buffer(num_tiles)
         self.kv_num_blocks = buffer(num_tiles, num_splits)
         self.kv_indices = buffer(num_tiles, num_splits, self._num_columns // num_splits)
         self.rows_of_tiles = buffer(num_tiles * tiling.tile_len, dtype=torch.int64)
@@ -154,7 +155,7 @@ class TileMask:
         rows = rows[:, None] + torch.arange(tile_len, device=device)
         positions = rows + (metadata.seq_lens[requests] - ends)[:, None]
         self.positions.copy_(positions.masked_fill_(rows >= ends[:, None], -1))
-        self.requests.copy_(requests)
+        self.table_starts.copy_(requests * logical_pages.shape[1])
         if not self.tiling.is_uniform:
             last_row = max(0, metadata.num_tokens - 1)
             self.rows_of_tiles.copy_(rows.flatten().clamp_(max=last_row))

@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from compile_backend.attention.flex_mask import MIN_ROWS, next_power_of_2
+from compile_backend.torch_internals import with_dynamic_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,9 @@ _LN_2 = math.log(2)
 
 _MAX_COMPILATIONS = 256
 """Of one process; Dynamo's limit of 8 is meant for code that recompiles by mistake."""
+
+_DYNAMIC_AXES = ((0,), (0,), (0,), (0,), (0,), (0,), (0,), (0, 2), (0,))
+"""Of each tensor of `TiledAttention.forward`; all other sizes are those of the spec."""
 
 _MAX_KV_BYTES = 16384
 """Of the keys that a program holds at once: three stages of keys and values fit beside a tile."""
@@ -79,7 +83,7 @@ class TiledAttention(torch.nn.Module):
         keys: torch.Tensor,
         values: torch.Tensor,
         positions: torch.Tensor,
-        requests: torch.Tensor,
+        table_starts: torch.Tensor,
         kv_num_blocks: torch.Tensor,
         kv_indices: torch.Tensor,
         logical_pages: torch.Tensor,
@@ -92,21 +96,23 @@ class TiledAttention(torch.nn.Module):
             keys: `[num_blocks, page_size, num_kv_heads, head_size]`, the whole cache.
             values: like `keys`.
             positions: see `TileMask`.
-            requests: likewise.
+            table_starts: likewise.
             kv_num_blocks: likewise.
             kv_indices: likewise.
             logical_pages: `[num_reqs * (num_blocks + 1)]`, see `TileMask.refresh`.
         """
         num_tiles, splits = query.shape[0], self.num_splits
-        num_slots, row_of_table = keys.shape[0] * self.page_size, keys.shape[0] + 1
+        num_slots = keys.shape[0] * self.page_size
         page_size, group, window = self.page_size, self.group, self.window
 
+        # It may capture sizes of inputs, but nothing that is computed from them: torch 2.11 lowers
+        # `num_blocks + 1` as if it were a tensor, and fails.
         def is_seen(
             batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, slot: torch.Tensor
         ) -> torch.Tensor:
             del head
             tile = batch // splits
-            page = logical_pages[requests[tile] * row_of_table + slot // page_size]
+            page = logical_pages[table_starts[tile] + slot // page_size]
             distance = positions[tile, row // group] - (page * page_size + slot % page_size)
             seen = (page >= 0) & (distance >= 0)
             return seen if window is None else seen & (distance < window)
@@ -161,9 +167,9 @@ class TiledAttention(torch.nn.Module):
             "BLOCK_M": self.block_m,
             "BLOCK_N": self._block_n(keys),
             "num_warps": self.num_warps,
+            # Said here, since flex_attention takes no dynamic length for a multiple of anything.
+            "IS_DIVISIBLE": self.num_rows == self.block_m and self.page_size == self.kv_block,
         }
-        if keys.shape[2] % self.kv_block:
-            options["IS_DIVISIBLE"] = False
         flex: Any = flex_attention  # its overloads know no dict of options
         inputs = (rows, keys, values, score_mod, block_mask, scale)
         if self.num_splits == 1:
@@ -191,26 +197,30 @@ def _merged(results: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 class CompiledTiles:
-    """Compiled attention of tiles, which makes room for its compilations at Dynamo's limit."""
+    """Compiled attention of tiles, which makes room for its compilations at Dynamo's limit.
+
+    Which sizes are dynamic is said before the first compilation. Dynamo would find out by
+    compiling twice, and would take sizes that only differ from one spec to the next for dynamic.
+    """
 
     def __init__(self, attention: TiledAttention) -> None:
-        self._compiled = torch.compile(attention, fullgraph=True)
+        self._compiled = torch.compile(attention, fullgraph=True, dynamic=False)
         self._met: set[tuple[object, ...]] = set()
 
-    def __call__(self, query: torch.Tensor, *tensors: torch.Tensor) -> None:
+    def __call__(self, *tensors: torch.Tensor) -> None:
         """See `TiledAttention.forward`."""
-        shapes = (query.shape, query.stride(), query.dtype, tensors[1].shape)
-        if shapes in self._met:
-            self._compiled(query, *tensors)
+        layouts = (tensors[0].dtype, *[(item.shape, item.stride()) for item in tensors])
+        if layouts in self._met:
+            self._compiled(*tensors)
             return
-        self._met.add(shapes)
+        self._met.add(layouts)
         limits = {
             "recompile_limit": _MAX_COMPILATIONS,
             "accumulated_recompile_limit": _MAX_COMPILATIONS,
         }
         config: Any = torch.compiler.config
         with config.patch(limits):
-            self._compiled(query, *tensors)
+            self._compiled(*map(with_dynamic_sizes, tensors, _DYNAMIC_AXES))
 
 
 @functools.cache
