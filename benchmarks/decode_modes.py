@@ -231,9 +231,9 @@ def write(results: dict[str, Any], reports: dict[str, Any], arguments: argparse.
     print(text)
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.with_suffix(".md").write_text(text)
+        Path(f"{arguments.out}.md").write_text(text)
         document = {"about": about, "results": results, "reports": reports}
-        arguments.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+        Path(f"{arguments.out}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -102,8 +102,6 @@ class FullSteps:
     def warm_up(self, key: BatchDescriptor) -> None:
         """Run a key's step eagerly on a legal batch, and put its capture on the list."""
         step = self._step(key)
-        batch = self._loader.capture_batch(key.num_tokens, key.num_reqs)
-        self._loader.load(step.layout, batch, batch.query_lens, int(batch.query_lens.sum()))
         with enter_forward_context(step.context, SetBy.RUNNER):
             self._wrapper(*step.arguments)
         session = current_capture_session()
@@ -141,6 +139,9 @@ class FullSteps:
         step = self._steps.get(key)
         if step is None:
             layout, builder = self._layout(key), self._loader.builder
+            # Whoever prepares for the graph may read the tensors: not those of another key's step.
+            batch = self._loader.capture_batch(key.num_tokens, key.num_reqs)
+            self._loader.load(layout, batch, batch.query_lens, int(batch.query_lens.sum()))
             metadata = None if builder is None else builder.build_for_graph(layout.tensors, key)
             context = ForwardContext(metadata, CUDAGraphMode.FULL, key)
             step = _FullStep(layout, self._loader.arguments(layout), context)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from compile_backend.attention.backend import AttentionBackend
     from compile_backend.runner import GraphModelRunner
 
-HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY, MAX_MODEL_LEN = 4, 2, 8, 37, 48
+HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY, MAX_MODEL_LEN = 4, 2, 16, 37, 48
 BLOCK_SIZE = 4
 WIDTH = HEADS * HEAD_SIZE
 SPEC = AttentionSpec(

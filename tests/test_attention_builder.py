@@ -420,6 +420,9 @@ def test_the_op_says_what_is_missing() -> None:
         attention(*qkvo(1), "7")
     with pytest.raises(RuntimeError, match="set_forward_context"):
         attention(*qkvo(1), "7")
+    step = attention_step(builder(), MIXED, MIXED_LENS)
+    with set_forward_context(step), pytest.raises(RuntimeError, match=r"'7' is not one .* are 0"):
+        attention(*qkvo(6), "7")
 
 
 def test_the_op_keeps_what_its_schema_says() -> None:

@@ -25,7 +25,7 @@ class AttentionBackend(ABC):
         device: where it runs.
 
     Attributes:
-        name: in the registry.
+        name: stands for it in messages; in the registry, what users ask for.
         support: for which batches its kernels may be part of a graph. Whoever declares nothing is
             never captured.
         plans_every_step: whether `prepare_for_graph` must run before every replay, since kernels

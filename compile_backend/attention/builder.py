@@ -251,7 +251,8 @@ class AttentionMetadataBuilder:
         if width < needed:
             raise ValueError(
                 f"the block table has {width} columns, but a request of {longest} tokens needs "
-                f"{needed} blocks of {self._cache.block_size}"
+                f"{needed} blocks of {self._cache.block_size}; give each request all of its "
+                "blocks, also those that this step writes to"
             )
 
 

@@ -29,10 +29,15 @@ def _attention(
     if not isinstance(step, StepAttention):
         raise RuntimeError(  # noqa: TRY004 - what is missing is a step, not another type
             f"attention layer {layer_name!r} was called in a step without attention metadata; "
-            "run the model through GraphModelRunner, or pass what "
+            "run the model through a GraphModelRunner with a metadata_builder, or pass what "
             "AttentionMetadataBuilder.build(...) returns to set_forward_context(...)"
         )
-    layer = step.layers[layer_name]
+    layer = step.layers.get(layer_name)
+    if layer is None:
+        raise RuntimeError(
+            f"attention layer {layer_name!r} is not one of the metadata builder's, which are "
+            f"{', '.join(step.layers)}; give it every layer under the name that the model calls"
+        )
     backend = layer.backend
     backend.forward(
         query, key, value, output, layer.cache, step.metadata, step.prepared.get(backend)

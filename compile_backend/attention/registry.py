@@ -1,7 +1,8 @@
 """Which attention backends there are, and the best one for a layer on a device.
 
 A row for every backend that the project knows a support level of, also those that need other
-hardware: asked for on the wrong machine, they say what they need.
+hardware: asked for on the wrong machine, they say what they need. A class of the user's own needs
+no row: it is given itself.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from compile_backend.attention.backend import AttentionBackend
 from compile_backend.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-    from compile_backend.attention.backend import AttentionBackend
     from compile_backend.attention.spec import AttentionSpec, CacheFormat
 
 
@@ -67,12 +68,16 @@ AUTO = "auto"
 
 
 def make_backend(
-    name: str, spec: AttentionSpec, cache: CacheFormat, device: torch.device
+    backend: str | type[AttentionBackend],
+    spec: AttentionSpec,
+    cache: CacheFormat,
+    device: torch.device,
 ) -> AttentionBackend:
     """A backend for layers that compute `spec`.
 
     Args:
-        name: of a row, or `auto` for the first row that can run here.
+        backend: the name of a row, `auto` for the first row that can run here, or a class of your
+            own.
         spec: what the layers compute.
         cache: how their caches are stored.
         device: where they run.
@@ -80,7 +85,26 @@ def make_backend(
     Raises:
         ConfigError: there is no such backend, or it cannot run here; it says what is missing.
     """
-    return _class_of(name, spec, cache, device)(spec, cache, device)
+    if isinstance(backend, type):
+        return _checked(backend, spec, cache, device)(spec, cache, device)
+    return _class_of(backend, spec, cache, device)(spec, cache, device)
+
+
+def _checked(
+    backend: type, spec: AttentionSpec, cache: CacheFormat, device: torch.device
+) -> type[AttentionBackend]:
+    """A class of the user's own, if it is one that can run here."""
+    if not issubclass(backend, AttentionBackend):
+        raise ConfigError(
+            "attention_backend",
+            backend.__name__,
+            "is no attention backend",
+            "use a subclass of AttentionBackend, or a name",
+        )
+    problem = _problem(backend, spec, cache, device)
+    if problem is not None:
+        raise problem
+    return backend
 
 
 def _class_of(
@@ -109,10 +133,7 @@ def _class_of(
             f"cannot run here: it needs {row.needs}",
             "use auto, or one of " + ", ".join(row.name for row in BACKENDS if row.module),
         )
-    problem = _problem(row.load(), spec, cache, device)
-    if problem is not None:
-        raise problem
-    return row.load()
+    return _checked(row.load(), spec, cache, device)
 
 
 def _problem(
@@ -120,5 +141,6 @@ def _problem(
 ) -> Exception | None:
     missing = backend.missing(device)
     if missing is not None:
-        return ConfigError("attention_backend", backend.name, "cannot run here", missing)
+        name = getattr(backend, "name", backend.__name__)
+        return ConfigError("attention_backend", name, "cannot run here", missing)
     return backend.unsupported(spec, cache)
