@@ -144,6 +144,7 @@ class GraphModelRunner:
         self._warn_once = WarnOnce()
         self._meter = CaptureMeter(self._loader.inputs.device)
         self._stats = GraphStats()
+        self._graphs_before: dict[CUDAGraphMode, int] = {}
         self._captured: _Captured | None = None
 
     def capture(self, *, progress: bool = True) -> None:
@@ -164,6 +165,7 @@ class GraphModelRunner:
             session = CaptureKeys()
             plan = captured.dispatcher.capture_plan()
             number = sum(len(keys) for _, keys in plan)
+            self._graphs_before = graphs_by_mode(self._all_stats())
             with capture_progress(number, self._meter, is_shown=progress) as advance:
                 with enter_capture_session(session), self._engine.session():
                     for mode, keys in plan:
@@ -203,14 +205,13 @@ class GraphModelRunner:
         if captured is None:
             raise CaptureError("nothing is captured yet; call capture() before the first run")
         query_lens = np.asarray(batch.query_lens, dtype=np.int32)
-        check_batch(
+        num_tokens = check_batch(
             batch,
             query_lens,
             max_num_seqs=self._max_num_seqs,
             max_num_batched_tokens=self._max_num_batched_tokens,
             has_builder=self.builder is not None,
         )
-        num_reqs, num_tokens = len(query_lens), int(query_lens.sum())
         if highest_mode not in _HIGHEST:
             raise ConfigError(
                 "highest_mode",
@@ -227,24 +228,28 @@ class GraphModelRunner:
         stats = self._stats.at(mode, graph_key(mode, key))
         stats.steps += 1
         stats.padding += key.num_tokens - num_tokens
-        return self._cut(outputs, num_tokens, num_reqs)
+        return self._cut(outputs, num_tokens, len(query_lens))
 
     def report(self) -> RunnerReport:
         """What was captured, what it took, and what ran; `print` it."""
         captured = self._captured
-        compiled = [] if self._compiled is None else self._compiled.stats()
+        all_stats = self._all_stats()
         return RunnerReport(
             mode_asked=self._asked.name,
             mode_resolved="" if captured is None else captured.resolution.mode.name,
             downgrades=()
             if captured is None
             else tuple(str(step) for step in captured.resolution.downgrades),
-            by_key=steps_with_graphs(self._stats, compiled),
+            by_key=steps_with_graphs(self._stats, all_stats[1:]),
             capture_s=self._meter.seconds,
             num_bytes=self._meter.num_bytes,
-            num_graphs=graphs_by_mode([self._stats, *compiled]),
+            num_graphs=graphs_by_mode(all_stats, self._graphs_before),
             input_bytes=self._loader.inputs.num_bytes,
         )
+
+    def _all_stats(self) -> list[GraphStats]:
+        """The runner's own counts, then those of each compiled graph."""
+        return [self._stats, *(self._compiled.stats() if self._compiled is not None else ())]
 
     # --- before capture ---
 

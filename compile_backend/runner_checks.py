@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from compile_backend.errors import ConfigError
@@ -16,7 +17,6 @@ from compile_backend.torch_internals import tree_leaves
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     import numpy.typing as npt
 
     from compile_backend.runner_batch import Batch
@@ -79,7 +79,7 @@ def check_batch(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     has_builder: bool,
-) -> None:
+) -> int:
     """Refuse a batch that no step can be made of.
 
     Args:
@@ -89,6 +89,9 @@ def check_batch(
         max_num_batched_tokens: most tokens.
         has_builder: whether somebody reads what the batch brings for attention.
 
+    Returns:
+        The tokens of the batch.
+
     Raises:
         ValueError: the batch is too large, contradicts itself, or lacks its attention.
     """
@@ -96,14 +99,14 @@ def check_batch(
         raise ValueError(
             f"query_lens has shape {query_lens.shape}; give one number for each request"
         )
-    num_reqs, num_tokens = len(query_lens), int(query_lens.sum())
+    num_reqs, num_tokens = len(query_lens), int(np.add.reduce(query_lens))
     if num_reqs > max_num_seqs or num_tokens > max_num_batched_tokens:
         raise ValueError(
             f"a batch of {num_reqs} requests and {num_tokens} tokens is above the limits "
             f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens}; "
             "split it, or raise them"
         )
-    if num_reqs and query_lens.min() < 1:
+    if num_reqs and np.minimum.reduce(query_lens) < 1:
         raise ValueError(
             f"query_lens {query_lens.tolist()} hold a request without tokens; leave it out"
         )
@@ -117,3 +120,4 @@ def check_batch(
             "the batch brings attention, but the runner has no metadata_builder to read it; give "
             "GraphModelRunner one, or leave it out"
         )
+    return num_tokens

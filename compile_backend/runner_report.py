@@ -13,7 +13,7 @@ from compile_backend.reports import as_text, facts, stack, stats_keys
 from compile_backend.stats import KeyStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from compile_backend.stats import GraphStats, Row
 
@@ -53,7 +53,7 @@ class RunnerReport:
             replays of graphs, of which a step at PIECEWISE has one for each piece.
         capture_s: seconds of capturing, by mode.
         num_bytes: device memory that graphs took, by mode.
-        num_graphs: graphs captured, by mode.
+        num_graphs: graphs captured since the last `capture()` began, by mode.
         input_bytes: device memory of the steps' inputs.
     """
 
@@ -86,14 +86,22 @@ class RunnerReport:
         return as_text(stack((facts("Runner", about), stats_keys(self.by_key))))
 
 
-def graphs_by_mode(all_stats: Iterable[GraphStats]) -> dict[CUDAGraphMode, int]:
-    """Graphs captured, by mode."""
+def graphs_by_mode(
+    all_stats: Iterable[GraphStats], before: Mapping[CUDAGraphMode, int] | None = None
+) -> dict[CUDAGraphMode, int]:
+    """Graphs captured, by mode.
+
+    Args:
+        all_stats: the counts of the runner and of the compiled graphs.
+        before: how many there were at an earlier time; those are left out.
+    """
     numbers: dict[CUDAGraphMode, int] = {}
     for stats in all_stats:
         for (mode, _), counts in stats.rows.items():
-            if counts.captures:
-                numbers[mode] = numbers.get(mode, 0) + counts.captures
-    return numbers
+            numbers[mode] = numbers.get(mode, 0) + counts.captures
+    for mode, number in (before or {}).items():
+        numbers[mode] -= number
+    return {mode: number for mode, number in numbers.items() if number}
 
 
 def steps_with_graphs(own: GraphStats, compiled: Iterable[GraphStats]) -> dict[Row, KeyStats]:

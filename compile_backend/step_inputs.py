@@ -211,7 +211,7 @@ class StepInputs:
             The tensors to copy to and from once the block is sent, if the value is on a device.
 
         Raises:
-            ValueError: the value has another shape.
+            ValueError: the value has another shape, or fractions where the spec has integers.
         """
         axis = place.spec.axis
         host: Any = place.hosts[turn] if place.arrays is None else place.arrays[turn]
@@ -221,6 +221,7 @@ class StepInputs:
             host[place.rows(size, None)] = place.spec.pad
         if isinstance(value, torch.Tensor):
             _check_shape(place.spec, value.shape, own.shape)
+            _check_kind(place.spec, value.dtype, is_fraction=value.is_floating_point())
             if value.device.type != "cpu":
                 return place.device[inside], value
             with torch.no_grad():
@@ -228,6 +229,8 @@ class StepInputs:
             return None
         value = np.asarray(value) if place.arrays is not None else torch.as_tensor(value)
         _check_shape(place.spec, value.shape, own.shape)
+        if isinstance(value, np.ndarray) and value.size:  # an empty list counts as fractions
+            _check_kind(place.spec, value.dtype, is_fraction=value.dtype.kind in "fc")
         own[...] = value
         return None
 
@@ -303,6 +306,15 @@ def _view(
     part = block[offset : offset + math.prod(sizes) * dtype.itemsize]
     part = weak_part(part) if part.is_cuda else torch.from_numpy(part.numpy())
     return part.view(dtype).view(sizes)
+
+
+def _check_kind(spec: InputSpec, given: object, *, is_fraction: bool) -> None:
+    """Refuse numbers that would lose what is behind the point, with nobody to notice."""
+    if is_fraction and not spec.dtype.is_floating_point:
+        raise ValueError(
+            f"input {spec.name!r} has numbers of {given}, but its spec says {spec.dtype}; give "
+            "integers, or change the spec"
+        )
 
 
 def _check_shape(spec: InputSpec, given: Sequence[int], expected: Sequence[int]) -> None:

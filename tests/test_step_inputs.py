@@ -102,7 +102,8 @@ def test_every_input_holds_its_batch_and_its_padding(drawn: list[InputSpec], dat
             value = torch.randint(0, 2, sizes, generator=random).to(spec.dtype)
             values[spec.name] = value
             form = data.draw(st.sampled_from(["tensor", "array", "list"]))
-            given_as = value if form == "tensor" else value.float().numpy()
+            plain = value.float() if spec.dtype.is_floating_point else value.long()
+            given_as = value if form == "tensor" else plain.numpy()
             if form == "list" and 0 not in sizes:
                 given_as = given_as.tolist()
             size = spec.dim.of(num_tokens, num_reqs)
@@ -289,6 +290,14 @@ def test_a_batch_brings_inputs_of_model_and_attention() -> None:
     assert ids.tolist() == [[7, 8, 9, 10, 3, 3]]
     assert last.tolist() == [0, 3, 0]
     assert layout.tensors["numbers"].tolist() == [5, 6, 7, 8, -1, -1]
+
+
+@pytest.mark.parametrize("value", [[[0.5]], np.array([[0.5]]), torch.tensor([[0.5]])])
+def test_fractions_are_no_integers(value: Any) -> None:
+    held = loader()
+    batch = Batch(query_lens=[1], inputs={"ids": value, "last": [0]})
+    with pytest.raises(ValueError, match=r"'ids' has numbers of .*float"):
+        held.load(held.inputs.layout(1, 1), batch, np.array([1], np.int32), 1)
 
 
 @pytest.mark.parametrize("names", [["ids"], ["ids", "last", "mask"], ["ids", "lsat"]], ids=str)

@@ -55,7 +55,7 @@ def test_what_is_no_level_is_refused_with_the_names(written):
         ("vllm::mamba_mixer2", NEVER),
         ("sglang::unified_attention_with_output", NEVER),
         ("flashinfer::rmsnorm", NEVER),
-        ("cudagraph_modes::attention", NEVER),
+        ("cudagraph_modes::attention", ALWAYS),
         ("aten::mm", NEVER),
         ("flash_attn_2", UNIFORM),
         ("flashinfer", SINGLE),

@@ -83,7 +83,7 @@ class AttentionMetadataBuilder:
 
     def is_decode(self, batch: AttentionBatch, query_lens: npt.NDArray[np.int32]) -> bool:
         """Whether every request had tokens before this step; a whole prompt had none."""
-        return bool((np.asarray(batch.seq_lens) > query_lens).all())
+        return bool(np.logical_and.reduce(np.asarray(batch.seq_lens) > query_lens))
 
     def fill(
         self,
@@ -236,13 +236,13 @@ class AttentionMetadataBuilder:
     def _check(
         self, query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32], width: int
     ) -> None:
-        longest = int(seq_lens.max(initial=0))
+        longest = int(np.maximum.reduce(seq_lens, initial=0))
         if longest > self._cache.max_model_len:
             raise ValueError(
                 f"a request of {longest} tokens is longer than max_model_len="
                 f"{self._cache.max_model_len}; end it, or raise max_model_len"
             )
-        if (seq_lens < query_lens).any():
+        if np.logical_or.reduce(seq_lens < query_lens):
             raise ValueError(
                 f"seq_lens {seq_lens.tolist()} count this step's tokens too, so none may be "
                 f"below query_lens {query_lens.tolist()}"
@@ -279,7 +279,8 @@ def _check_range(name: str, numbers: npt.NDArray[Any], first: int, end: int) -> 
     """Refuse what lies outside of the cache: a kernel would read or write there unasked."""
     shifted = numbers - first if first else numbers
     # As unsigned numbers those below the first are the largest: one reduction finds both kinds.
-    if numbers.size and shifted.view(_UNSIGNED[numbers.itemsize]).max() >= end - first:
+    unsigned = shifted.view(_UNSIGNED[numbers.itemsize])
+    if numbers.size and np.maximum.reduce(unsigned, axis=None) >= end - first:
         raise ValueError(
             f"{name} holds {numbers.min()} to {numbers.max()}, but the cache has {first} to "
             f"{end - 1}"
