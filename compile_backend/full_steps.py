@@ -20,6 +20,7 @@ from compile_backend.context import (
     enter_forward_context,
 )
 from compile_backend.errors import CaptureError
+from compile_backend.output_cut import KeptCuts
 from compile_backend.wrapper import CUDAGraphWrapper
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from compile_backend.config import CompilationConfig
     from compile_backend.graph_engine import GraphEngine
     from compile_backend.once import WarnOnce
+    from compile_backend.output_cut import OutputCut
     from compile_backend.runner_batch import Batch
     from compile_backend.stats import GraphStats
     from compile_backend.step_inputs import Layout
@@ -43,11 +45,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _FullStep:
-    """What a key's graph reads: its inputs, and its metadata."""
+    """What a key's graph reads: its inputs, and its metadata; and what callers get of it."""
 
     layout: Layout
     arguments: tuple[torch.Tensor, ...]
     context: ForwardContext
+    cuts: KeptCuts
 
 
 class FullSteps:
@@ -61,6 +64,7 @@ class FullSteps:
         config: warm-ups, `strict` and `debug`.
         stats: where to count.
         weights: that the graphs read.
+        cut: what callers get of the outputs.
         warn_once: of the runner.
     """
 
@@ -73,6 +77,7 @@ class FullSteps:
         config: CompilationConfig,
         stats: GraphStats,
         weights: Weights,
+        cut: OutputCut,
         warn_once: WarnOnce,
     ) -> None:
         self._loader = loader
@@ -80,6 +85,7 @@ class FullSteps:
         self._engine = engine
         self._strict = config.strict
         self._weights = weights
+        self._cut = cut
         self._warn_once = warn_once
         self._steps: dict[BatchDescriptor, _FullStep] = {}
         self._wrapper = CUDAGraphWrapper(
@@ -120,7 +126,7 @@ class FullSteps:
         query_lens: npt.NDArray[np.int32],
         num_tokens: int,
     ) -> Any:
-        """One step at a key; what it returns is padded, and valid until the next step."""
+        """One step at a key; its results are cut to the batch, and valid until the next step."""
         step = self._step(key)
         self._loader.load(step.layout, batch, query_lens, num_tokens)
         builder = self._loader.builder
@@ -133,7 +139,7 @@ class FullSteps:
             context = enter_forward_context(step.context, SetBy.RUNNER)
             with torch.no_grad(), context, self._engine.session():
                 outputs = self._wrapper(*step.arguments)
-        return outputs
+        return step.cuts.of(outputs, num_tokens, len(query_lens))
 
     def _step(self, key: BatchDescriptor) -> _FullStep:
         step = self._steps.get(key)
@@ -144,7 +150,8 @@ class FullSteps:
             self._loader.load(layout, batch, batch.query_lens, int(batch.query_lens.sum()))
             metadata = None if builder is None else builder.build_for_graph(layout.tensors, key)
             context = ForwardContext(metadata, CUDAGraphMode.FULL, key)
-            step = _FullStep(layout, self._loader.arguments(layout), context)
+            arguments = self._loader.arguments(layout)
+            step = _FullStep(layout, arguments, context, KeptCuts(self._cut))
             self._steps[key] = step
         return step
 

@@ -29,6 +29,7 @@ from compile_backend.dispatch import CudagraphDispatcher
 from compile_backend.errors import CaptureError, ConfigError
 from compile_backend.full_steps import FullSteps
 from compile_backend.once import WarnOnce
+from compile_backend.output_cut import OutputCut
 from compile_backend.progress import capture_progress
 from compile_backend.resolve import Resolution, default_mode, resolve_cudagraph_mode
 from compile_backend.runner_checks import check_batch, check_device, check_outputs
@@ -41,7 +42,7 @@ from compile_backend.runner_report import (
 from compile_backend.stats import GraphStats
 from compile_backend.step_inputs import Dim, InputSpec, Layout, StepInputs
 from compile_backend.support import AttentionCGSupport, lowest
-from compile_backend.torch_internals import mark_step_input, size_1_like_any_other, tree_map
+from compile_backend.torch_internals import mark_step_input, size_1_like_any_other
 from compile_backend.weights import Weights
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class GraphModelRunner:
         self._max_num_seqs = max_num_seqs
         self._max_loras = max_loras
         self._output_shape = tuple(output_shape)
-        self._output_axis = _output_axis(output_shape)
+        self._cut = OutputCut(output_shape)
         self._max_num_batched_tokens = max_num_batched_tokens
         if max_num_batched_tokens < 1:
             raise ConfigError(
@@ -224,11 +225,12 @@ class GraphModelRunner:
             outputs = captured.full.run(key, batch, query_lens, num_tokens)
         else:
             with torch.no_grad():
-                outputs = self._run_model(mode, key, batch, query_lens, num_tokens)
+                padded = self._run_model(mode, key, batch, query_lens, num_tokens)
+                outputs = self._cut(padded, num_tokens, len(query_lens))
         stats = self._stats.at(mode, graph_key(mode, key))
         stats.steps += 1
         stats.padding += key.num_tokens - num_tokens
-        return self._cut(outputs, num_tokens, len(query_lens))
+        return outputs
 
     def report(self) -> RunnerReport:
         """What was captured, what it took, and what ran; `print` it."""
@@ -322,6 +324,7 @@ class GraphModelRunner:
             self.config,
             self._stats,
             self._weights,
+            self._cut,
             self._warn_once,
         )
         return _Captured(resolution, self._dispatcher(resolution.mode), full)
@@ -398,26 +401,6 @@ class GraphModelRunner:
     def _call(self, *arguments: torch.Tensor) -> Any:
         names = (spec.name for spec in self._loader.specs)
         return self.model(**dict(zip(names, arguments, strict=True)))
-
-    def _cut(self, outputs: Any, num_tokens: int, num_reqs: int) -> Any:
-        axis, dim = self._output_axis
-        if dim is None:
-            return outputs
-        size = dim.of(num_tokens, num_reqs)
-        if isinstance(outputs, torch.Tensor):
-            return outputs.narrow(axis, 0, size)
-        return tree_map(
-            lambda item: item.narrow(axis, 0, size) if isinstance(item, torch.Tensor) else item,
-            outputs,
-        )
-
-
-def _output_axis(output_shape: Sequence[int | Dim]) -> tuple[int, Dim | None]:
-    """Which axis of the outputs is cut, and to what; none where nothing changes with the batch."""
-    for axis, size in enumerate(output_shape):
-        if isinstance(size, Dim):
-            return axis, size
-    return 0, None
 
 
 def _module_of(model: Callable[..., Any]) -> torch.nn.Module | None:

@@ -103,30 +103,32 @@ class AttentionMetadataBuilder:
         """
         num_reqs = len(query_lens)
         starts, slots, table = host["query_start_loc"], host["slot_mapping"], host["block_table"]
+        seq_lens = host["seq_lens"]
         starts[0] = 0
         np.cumsum(query_lens, out=starts[1 : num_reqs + 1])
         num_tokens = int(starts[num_reqs])
-        starts[num_reqs + 1 :] = num_tokens
-        seq_lens = host["seq_lens"]
-        seq_lens[:num_reqs] = _rows("seq_lens", batch.seq_lens, num_reqs)
-        seq_lens[num_reqs:] = 0
+        own_lens, own_rows = seq_lens[:num_reqs], table[:num_reqs]
+        own_lens[...] = _rows("seq_lens", batch.seq_lens, num_reqs)
         blocks = _rows("block_table", batch.block_table, num_reqs, num_dims=2)
-        width = blocks.shape[1]
-        if width > table.shape[1]:
-            width = table.shape[1]
-            blocks = blocks[:, :width]
-        table[:num_reqs, :width] = blocks
-        table[:num_reqs, width:] = 0
-        table[num_reqs:] = 0
-        self._check(query_lens, seq_lens[:num_reqs], width)
-        _check_range("block_table", table[:num_reqs, :width], 0, self._num_blocks)
+        width = min(blocks.shape[1], table.shape[1])
+        self._check(query_lens, own_lens, width)
+        own_blocks = own_rows[:, :width]
+        own_blocks[...] = blocks[:, :width]
+        own_rows[:, width:] = 0
+        _check_range("block_table", own_blocks, 0, self._num_blocks)
+        own_slots = slots[:num_tokens]
         if batch.slot_mapping is None:
-            slots[:num_tokens] = self._slots(query_lens, seq_lens[:num_reqs], table, starts)
+            own_slots[...] = self._slots(query_lens, own_lens, table, starts)
         else:
-            slots[:num_tokens] = _rows("slot_mapping", batch.slot_mapping, num_tokens)
+            own_slots[...] = _rows("slot_mapping", batch.slot_mapping, num_tokens)
             num_slots = self._num_blocks * self._cache.block_size
-            _check_range("slot_mapping", slots[:num_tokens], -1, num_slots)
-        slots[num_tokens:] = -1
+            _check_range("slot_mapping", own_slots, -1, num_slots)
+        if num_reqs < len(seq_lens):
+            starts[num_reqs + 1 :] = num_tokens
+            seq_lens[num_reqs:] = 0
+            table[num_reqs:] = 0
+        if num_tokens < len(slots):
+            slots[num_tokens:] = -1
 
     def build(
         self,
