@@ -40,7 +40,7 @@ from compile_backend.runner_report import (
     steps_with_graphs,
 )
 from compile_backend.stats import GraphStats
-from compile_backend.step_inputs import Dim, InputSpec, Layout, StepInputs
+from compile_backend.step_inputs import Dim, InputSpec, StepInputs
 from compile_backend.support import AttentionCGSupport, lowest
 from compile_backend.torch_internals import mark_step_input, size_1_like_any_other
 from compile_backend.weights import Weights
@@ -136,6 +136,7 @@ class GraphModelRunner:
             torch.empty(0, device=device).device,  # with its index
             max_num_tokens=max(max_num_batched_tokens, self._dispatcher(_FULL).largest_size),
             max_num_reqs=max_num_seqs,
+            on_new=None if self._compiled is None else _marked,
         )
         self._loader = BatchLoader(inputs, input_spec, metadata_builder)
         self._engine = cudagraph_modes.new_engine(inputs.device)
@@ -172,7 +173,8 @@ class GraphModelRunner:
                     for mode, keys in plan:
                         for key in keys:
                             advance.warm_up(mode, key)
-                            self._warm_up(captured, mode, key)
+                            for _ in range(self.config.cudagraph_num_of_warmups):
+                                self._warm_up(captured, mode, key)
                 with enter_capture_session(None):
                     session.run(advance.capture)
         self._weights.note()
@@ -319,7 +321,7 @@ class GraphModelRunner:
         full = FullSteps(
             self._call,
             self._loader,
-            lambda key: self._layout(key.num_tokens, key.num_reqs),
+            lambda key: self._loader.inputs.layout(key.num_tokens, key.num_reqs),
             self._engine,
             self.config,
             self._stats,
@@ -383,7 +385,7 @@ class GraphModelRunner:
         """Call the model itself: at PIECEWISE its pieces replay, at NONE nothing does."""
         is_padded = mode is _PIECEWISE
         num_reqs = min(key.num_tokens, self._max_num_seqs) if is_padded else len(query_lens)
-        layout = self._layout(key.num_tokens, num_reqs, keep=is_padded)
+        layout = self._loader.inputs.layout(key.num_tokens, num_reqs, keep=is_padded)
         self._loader.load(layout, batch, query_lens, num_tokens)
         metadata = None
         if self.builder is not None:
@@ -391,16 +393,13 @@ class GraphModelRunner:
         with enter_forward_context(ForwardContext(metadata, mode, key), SetBy.USER):
             return self._call(*self._loader.arguments(layout))
 
-    def _layout(self, num_tokens: int, num_reqs: int, *, keep: bool = True) -> Layout:
-        layout = self._loader.inputs.layout(num_tokens, num_reqs, keep=keep)
-        if self._compiled is not None:
-            for spec in self._loader.specs:
-                mark_step_input(layout.tensors[spec.name], spec.axis)
-        return layout
-
     def _call(self, *arguments: torch.Tensor) -> Any:
         names = (spec.name for spec in self._loader.specs)
         return self.model(**dict(zip(names, arguments, strict=True)))
+
+
+def _marked(tensor: torch.Tensor, spec: InputSpec) -> None:
+    mark_step_input(tensor, spec.axis)
 
 
 def _module_of(model: Callable[..., Any]) -> torch.nn.Module | None:

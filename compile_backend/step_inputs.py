@@ -20,7 +20,7 @@ from compile_backend.errors import ConfigError
 from compile_backend.torch_internals import copy_all, weak_part
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _ALIGNMENT = 256
 
@@ -136,6 +136,7 @@ class StepInputs:
         device: where graphs read them.
         max_num_tokens: most tokens of a step, padding included.
         max_num_reqs: most requests of a step, padding included.
+        on_new: given every tensor that a layout brings, and its spec.
 
     Raises:
         ConfigError: two inputs have one name.
@@ -148,11 +149,13 @@ class StepInputs:
         *,
         max_num_tokens: int,
         max_num_reqs: int,
+        on_new: Callable[[torch.Tensor, InputSpec], None] | None = None,
     ) -> None:
         names = [spec.name for spec in specs]
         if len(set(names)) < len(names):
             raise ConfigError("input_spec", names, "holds a name twice", "name each input once")
         self._specs = tuple(specs)
+        self._on_new = on_new
         self._layouts: dict[tuple[int, int], Layout] = {}
         self.device = device
         self.max_num_tokens, self.max_num_reqs = max_num_tokens, max_num_reqs
@@ -269,6 +272,8 @@ class StepInputs:
             has_arrays = spec.dtype not in _NOT_IN_NUMPY
             arrays = tuple(host.numpy() for host in hosts) if has_arrays else None
             device = _view(self._device_bytes, offset, spec.dtype, sizes)
+            if self._on_new is not None:
+                self._on_new(device, spec)
             places[spec.name] = Place(spec, hosts, arrays, device)
         blocks = tuple(
             (block[:num_bytes], self._device_bytes[:num_bytes]) for block in self._host_bytes

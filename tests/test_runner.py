@@ -143,6 +143,13 @@ def test_uniform_batches_of_several_tokens(mode: str) -> None:
         assert len(ran["NONE" if mode == "FULL_DECODE_ONLY" else "PIECEWISE"]) == 1
 
 
+def test_every_key_is_warmed_up_as_often_as_asked() -> None:
+    loop = make_loop("FULL_AND_PIECEWISE", cudagraph_num_of_warmups=3)
+    for (_, key), counts in loop.runner.report().by_key.items():
+        pieces = 1 if key.uniform else 3
+        assert (counts.warm_ups, counts.captures) == (3 * pieces, pieces)
+
+
 def test_a_prompt_as_long_as_a_decode_is_no_decode() -> None:
     loop = make_loop("FULL_DECODE_ONLY", query_len=3, sizes=[3, 6, 12])
     prompt = loop.add([1, 2, 3, 4, 5, 6])

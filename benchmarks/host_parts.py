@@ -1,0 +1,126 @@
+"""Where the host's time of a FULL step through the runner goes, part by part.
+
+Each part is timed where it runs, in real decode steps on an idle device: what one part pushes out
+of the processor's caches, the next one pays for.
+
+    python benchmarks/host_parts.py --shape 0.6B --attention flash_attn_3
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from paged_steps import (
+    BLOCK_SIZE,
+    DECODES,
+    MAX_MODEL_LEN,
+    NUM_BLOCKS,
+    captured_by_hand,
+    decode,
+    make_model,
+    make_runner,
+)
+
+from compile_backend import runner as runner_module
+from compile_backend.attention.builder import AttentionMetadataBuilder
+from compile_backend.attention.huggingface import paged_model
+from compile_backend.batch_loader import BatchLoader
+from compile_backend.full_steps import FullSteps
+from compile_backend.output_cut import KeptCuts
+from compile_backend.runner import GraphModelRunner
+from compile_backend.step_inputs import StepInputs
+from compile_backend.weights import Weights
+from compile_backend.wrapper import CUDAGraphWrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# What is timed: the owner, the name, and whose time it is a part of.
+PARTS: tuple[tuple[Any, str, str], ...] = (
+    (GraphModelRunner, "run", ""),
+    (runner_module, "check_batch", "run"),
+    (GraphModelRunner, "_dispatch", "run"),
+    (FullSteps, "run", "run"),
+    (BatchLoader, "load", "FullSteps.run"),
+    (StepInputs, "begin", "load"),
+    (StepInputs, "put", "load"),
+    (AttentionMetadataBuilder, "fill", "load"),
+    (StepInputs, "send", "load"),
+    (Weights, "have_moved", "FullSteps.run"),
+    (CUDAGraphWrapper, "replay_held", "FullSteps.run"),
+    (KeptCuts, "of", "FullSteps.run"),
+)
+
+
+def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
+    """The function, which adds how long each call took, us."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args, **kwargs)
+        spent.append((time.perf_counter() - start) * 1e6)
+        return result
+
+    return call
+
+
+def host_us(step: Callable[[], Any], num_steps: int) -> list[float]:
+    """Host time of each step on an idle device."""
+    times = []
+    for _ in range(num_steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        times.append((time.perf_counter() - start) * 1e6)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=("tiny", "0.6B", "8B"), default="0.6B")
+    parser.add_argument("--attention", default="flash_attn_3")
+    parser.add_argument("--steps", type=int, default=300)
+    arguments = parser.parse_args()
+    with torch.no_grad():
+        paged = paged_model(
+            make_model(arguments.shape),
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            backend=arguments.attention,
+        )
+        runner = make_runner(paged.module, paged, "FULL_DECODE_ONLY", list(DECODES))
+        runner.capture(progress=False)
+        works = [decode(number) for number in DECODES]
+        by_hand = captured_by_hand(paged.module, paged, works[0])
+        print("| part | " + " | ".join(work.name for work in works) + " |")
+        print("|---|" + "---|" * len(works))
+        print(f"| bare replay of one graph | {statistics.median(host_us(by_hand, 300)):.1f} | | |")
+        whole = [host_us(lambda work=work: runner.run(work.batch), 300) for work in works]
+        show("whole step", whole)
+        originals = [getattr(owner, name) for owner, name, _ in PARTS]
+        spent: list[list[list[float]]] = [[] for _ in PARTS]
+        for work in works:
+            for (owner, name, _), original, rows in zip(PARTS, originals, spent, strict=True):
+                rows.append([])
+                setattr(owner, name, timed(original, rows[-1]))
+            host_us(lambda work=work: runner.run(work.batch), arguments.steps)
+        for (owner, name, inside), rows in zip(PARTS, spent, strict=True):
+            calls = len(rows[0]) // arguments.steps
+            label = f"{owner.__name__.rpartition('.')[2]}.{name}"
+            label += f" x {calls}" if calls > 1 else ""
+            show(f"{label} (in {inside})" if inside else label, rows)
+
+
+def show(label: str, rows: list[list[float]]) -> None:
+    print(f"| {label} | " + " | ".join(f"{statistics.median(row):.1f}" for row in rows) + " |")
+
+
+if __name__ == "__main__":
+    main()
