@@ -263,9 +263,10 @@ class CompiledGraph:
             if self._inputs.overlaps(key, args):
                 return self._without_graph(key, args)
             stats = self.stats.at(mode, key)
-            outputs = self._full.replay_held(key) if mode is _FULL else None
-            if outputs is not None:
+            graph = self._full.replay_held(key) if mode is _FULL else None
+            if graph is not None:
                 self._inputs.write_back(static_args, args)
+                outputs: Sequence[Any] = graph.outputs
             else:
                 outputs = self._run(mode, key, static_args, args, context)
             stats.steps += 1

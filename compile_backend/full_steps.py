@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compile_backend.compiled_graph import MAX_SHAPES_PER_SIZE
 from compile_backend.config import CUDAGraphMode
 from compile_backend.context import (
     ForwardContext,
@@ -20,7 +21,6 @@ from compile_backend.context import (
     enter_forward_context,
 )
 from compile_backend.errors import CaptureError
-from compile_backend.output_cut import KeptCuts
 from compile_backend.wrapper import CUDAGraphWrapper
 
 if TYPE_CHECKING:
@@ -45,12 +45,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _FullStep:
-    """What a key's graph reads: its inputs, and its metadata; and what callers get of it."""
+    """What a key's graph reads: its inputs, and its metadata."""
 
     layout: Layout
     arguments: tuple[torch.Tensor, ...]
     context: ForwardContext
-    cuts: KeptCuts
 
 
 class FullSteps:
@@ -105,6 +104,13 @@ class FullSteps:
         """Why a key could not be captured; None if it could."""
         return self._wrapper.failure(key)
 
+    def has_room(self, key: BatchDescriptor) -> bool:
+        """Whether a key is known, or may still be: a flag that is new in every step may not."""
+        if key in self._steps or not key.extra:
+            return True
+        alike = sum(bool(held.extra) and held[:2] == key[:2] for held in self._steps)
+        return alike < MAX_SHAPES_PER_SIZE
+
     def warm_up(self, key: BatchDescriptor) -> None:
         """Run a key's step eagerly on a legal batch, and put its capture on the list."""
         step = self._step(key)
@@ -134,12 +140,15 @@ class FullSteps:
             builder.build_for_graph(step.layout.tensors, key, batch.attention, query_lens)
         if self._weights.have_moved():
             self._drop()
-        outputs = self._wrapper.replay_held(key)
-        if outputs is None:
+        graph = self._wrapper.replay_held(key)
+        if graph is not None:
+            outputs = graph.outputs
+        else:
             context = enter_forward_context(step.context, SetBy.RUNNER)
-            with torch.no_grad(), context, self._engine.session():
+            no_grad = torch.no_grad()
+            with torch.inference_mode(False), no_grad, context, self._engine.session():
                 outputs = self._wrapper(*step.arguments)
-        return step.cuts.of(outputs, num_tokens, len(query_lens))
+        return self._cut(outputs, num_tokens, len(query_lens))
 
     def _step(self, key: BatchDescriptor) -> _FullStep:
         step = self._steps.get(key)
@@ -151,7 +160,7 @@ class FullSteps:
             metadata = None if builder is None else builder.build_for_graph(layout.tensors, key)
             context = ForwardContext(metadata, CUDAGraphMode.FULL, key)
             arguments = self._loader.arguments(layout)
-            step = _FullStep(layout, arguments, context, KeptCuts(self._cut))
+            step = _FullStep(layout, arguments, context)
             self._steps[key] = step
         return step
 

@@ -1,4 +1,4 @@
-"""What the caller of a padded step gets: the rows of its own batch."""
+"""What the caller of a padded step gets: the rows of its own batch, in containers of its own."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 
 
 class OutputCut:
-    """Cuts every tensor of a model's outputs in the dimension that is padded.
+    """Cuts every tensor of a model's outputs in the dimensions that are padded.
+
+    Nothing that a graph holds is handed out itself: callers may change what they get.
 
     Args:
-        output_shape: the leading sizes of each tensor; the first `Dim` is cut.
+        output_shape: the leading sizes of each tensor; every `Dim` is cut.
     """
 
     def __init__(self, output_shape: Sequence[int | Dim]) -> None:
-        self._axis, self._dim = 0, None
-        for axis, size in reversed(list(enumerate(output_shape))):
-            if isinstance(size, Dim):
-                self._axis, self._dim = axis, size
+        self._dims = [
+            (axis, size) for axis, size in enumerate(output_shape) if isinstance(size, Dim)
+        ]
 
     def __call__(self, outputs: Any, num_tokens: int, num_reqs: int) -> Any:
         """The rows of a batch, as views.
@@ -34,36 +35,14 @@ class OutputCut:
             num_tokens: of the batch.
             num_reqs: of the batch.
         """
-        if self._dim is None:
-            return outputs
-        size = self._dim.of(num_tokens, num_reqs)
-        if isinstance(outputs, torch.Tensor):
-            return outputs.narrow(self._axis, 0, size)
-        return tree_map(
-            lambda item: (
-                item.narrow(self._axis, 0, size) if isinstance(item, torch.Tensor) else item
-            ),
-            outputs,
-        )
 
+        def cut(item: Any) -> Any:
+            if not isinstance(item, torch.Tensor):
+                return item
+            if not self._dims:
+                return item.detach()
+            for axis, dim in self._dims:
+                item = item.narrow(axis, 0, dim.of(num_tokens, num_reqs))
+            return item
 
-class KeptCuts:
-    """The cuts of one graph's outputs, which stay where they are: each is made once.
-
-    Args:
-        cut: makes them.
-    """
-
-    def __init__(self, cut: OutputCut) -> None:
-        self._cut = cut
-        self._outputs: Any = None
-        self._made: dict[tuple[int, int], Any] = {}
-
-    def of(self, outputs: Any, num_tokens: int, num_reqs: int) -> Any:
-        """Like `OutputCut`; outputs of a new graph are cut anew."""
-        if outputs is not self._outputs:
-            self._outputs, self._made = outputs, {}
-        made = self._made.get((num_tokens, num_reqs))
-        if made is None:
-            made = self._made[num_tokens, num_reqs] = self._cut(outputs, num_tokens, num_reqs)
-        return made
+        return cut(outputs) if isinstance(outputs, torch.Tensor) else tree_map(cut, outputs)

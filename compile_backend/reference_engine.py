@@ -50,7 +50,14 @@ class ReferenceGraph:
     def replay(self) -> None:
         """Rerun the callable on its own tensors and write its own outputs."""
         args = [arg() for arg in self._args]
-        with torch.no_grad(), self._engine.running(), enter_forward_context(self._context):
+        # A CUDA graph runs no Python, so modes of the caller do not reach it.
+        as_captured = torch.inference_mode(False)
+        with (
+            as_captured,
+            torch.no_grad(),
+            self._engine.running(),
+            enter_forward_context(self._context),
+        ):
             results = self._call(*args)
         for stored, result in zip(tree_leaves(self.outputs), tree_leaves(results), strict=True):
             if isinstance(stored, torch.Tensor) and stored.numel():

@@ -39,6 +39,7 @@ from compile_backend.runner_report import (
     graphs_by_mode,
     steps_with_graphs,
 )
+from compile_backend.sizes import capture_sizes
 from compile_backend.stats import GraphStats
 from compile_backend.step_inputs import Dim, InputSpec, StepInputs
 from compile_backend.support import AttentionCGSupport, lowest
@@ -131,13 +132,16 @@ class GraphModelRunner:
                 "max_num_batched_tokens", max_num_batched_tokens, "is too small", "use 1 or more"
             )
         builder_specs = metadata_builder.input_spec if metadata_builder is not None else ()
-        inputs = StepInputs(
-            (*input_spec, *builder_specs),
-            torch.empty(0, device=device).device,  # with its index
-            max_num_tokens=max(max_num_batched_tokens, self._dispatcher(_FULL).largest_size),
-            max_num_reqs=max_num_seqs,
-            on_new=None if self._compiled is None else _marked,
-        )
+        self._largest_size = self._dispatcher(_FULL).largest_size
+        sizes = capture_sizes(self.config, max_num_seqs=max_num_seqs, query_len=self._query_len)
+        with torch.inference_mode(False):
+            inputs = StepInputs(
+                (*input_spec, *builder_specs),
+                torch.empty(0, device=device).device,  # with its index
+                max_num_tokens=max(max_num_batched_tokens, *sizes.mixed, *sizes.uniform),
+                max_num_reqs=max_num_seqs,
+                on_new=None if self._compiled is None else _marked,
+            )
         self._loader = BatchLoader(inputs, input_spec, metadata_builder)
         self._engine = cudagraph_modes.new_engine(inputs.device)
         module = _module_of(model)
@@ -160,10 +164,10 @@ class GraphModelRunner:
                 `strict`, the mode cannot be had.
         """
         self._captured = None
-        with torch.no_grad():
+        self._meter = CaptureMeter(self._loader.inputs.device)
+        with torch.inference_mode(False), torch.no_grad():
             self._compile()
             captured = self._settle()
-            self._captured = captured
             session = CaptureKeys()
             plan = captured.dispatcher.capture_plan()
             number = sum(len(keys) for _, keys in plan)
@@ -178,13 +182,13 @@ class GraphModelRunner:
                 with enter_capture_session(None):
                     session.run(advance.capture)
         self._weights.note()
+        self._captured = captured
 
     def recapture(self, *, progress: bool = True) -> None:
         """Drop every graph and capture anew, as after new weights or another layout of memory."""
         self._captured = None
         if self._compiled is not None:
             cudagraph_modes.drop_graphs(self.model)
-        self._meter = CaptureMeter(self._loader.inputs.device)
         self.capture(progress=progress)
 
     def run(self, batch: Batch, *, highest_mode: CUDAGraphMode | None = None) -> Any:
@@ -207,14 +211,15 @@ class GraphModelRunner:
         captured = self._captured
         if captured is None:
             raise CaptureError("nothing is captured yet; call capture() before the first run")
-        query_lens = np.asarray(batch.query_lens, dtype=np.int32)
+        given_lens = np.asarray(batch.query_lens)
         num_tokens = check_batch(
             batch,
-            query_lens,
+            given_lens,
             max_num_seqs=self._max_num_seqs,
             max_num_batched_tokens=self._max_num_batched_tokens,
             has_builder=self.builder is not None,
         )
+        query_lens = given_lens.astype(np.int32, copy=False)
         if highest_mode not in _HIGHEST:
             raise ConfigError(
                 "highest_mode",
@@ -226,10 +231,11 @@ class GraphModelRunner:
         if mode is _FULL:
             outputs = captured.full.run(key, batch, query_lens, num_tokens)
         else:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 padded = self._run_model(mode, key, batch, query_lens, num_tokens)
                 outputs = self._cut(padded, num_tokens, len(query_lens))
-        stats = self._stats.at(mode, graph_key(mode, key))
+        # At NONE nothing is told apart but the tokens: else every batch would be a row of its own.
+        stats = self._stats.at(mode, key.relaxed() if mode is _NONE else graph_key(mode, key))
         stats.steps += 1
         stats.padding += key.num_tokens - num_tokens
         return outputs
@@ -292,7 +298,7 @@ class GraphModelRunner:
         Where that can hold for 1 too, it does. Smaller batches then compile nothing; a model that
         asks for 1 itself is compiled once more at its first batch of that size.
         """
-        num_tokens = min(self._dispatcher(_FULL).largest_size, self._max_num_batched_tokens)
+        num_tokens = min(max(2, self._largest_size), self._max_num_batched_tokens)
         # Dynamo takes sizes that are equal in the first call for equal in every call.
         num_reqs = min(self._max_num_seqs, max(1, num_tokens // 2))
         batch = self._loader.capture_batch(num_tokens, num_reqs)
@@ -307,6 +313,8 @@ class GraphModelRunner:
         if self.builder is not None:
             support = self.builder.support
         if self._compiled is not None:
+            if not self._compiled.graphs:
+                self._tell_not_compiled()
             is_split = self._compiled.num_eager_sections() > 0
             support = lowest((support, self._compiled.support()))
         resolution = resolve_cudagraph_mode(
@@ -330,6 +338,15 @@ class GraphModelRunner:
             self._warn_once,
         )
         return _Captured(resolution, self._dispatcher(resolution.mode), full)
+
+    def _tell_not_compiled(self) -> None:
+        problem = "was not compiled: torch.compile handed over nothing of it"
+        fix = "see Dynamo's log: its recompile limit was reached, or compilation is switched off"
+        if self.config.strict:
+            raise ConfigError("model", type(self.model).__name__, problem, fix)
+        self._warn_once(
+            logger, "not compiled", "the model %s; it is captured as it is; %s", problem, fix
+        )
 
     def _warm_up(self, captured: _Captured, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
         if mode is _FULL:
@@ -370,6 +387,15 @@ class GraphModelRunner:
             all_decode=all_decode,
             highest_mode=highest_mode,
         )
+        if mode is _FULL and not captured.full.has_room(key):
+            self._warn_once(
+                logger,
+                "shapes",
+                "batches of %d tokens came with too many values of extra; further ones run "
+                "without full graphs (told once)",
+                key.num_tokens,
+            )
+            return captured.dispatcher.dispatch(descriptor, highest_mode=_PIECEWISE)
         if mode is _FULL and captured.full.failure(key) is not None:
             return captured.dispatcher.dispatch(descriptor, highest_mode=_PIECEWISE)
         return mode, key

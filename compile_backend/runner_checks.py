@@ -5,6 +5,7 @@ Pure functions: they know neither graphs nor modes.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from compile_backend.runner_batch import Batch
+
+
+_LEAVES = (torch.Tensor, int, float, complex, str, torch.dtype, torch.device, Enum, type(None))
 
 
 def check_device(module: torch.nn.Module | None, device: torch.device) -> None:
@@ -62,6 +66,14 @@ def check_outputs(
         size.of(num_tokens, num_reqs) if isinstance(size, Dim) else size for size in output_shape
     ]
     for item in tree_leaves(outputs):
+        if not isinstance(item, _LEAVES):
+            raise ConfigError(
+                "model",
+                type(item).__name__,
+                "is returned, in which nobody can find the tensors",
+                "return tensors in tuples, lists or dicts, or register the class with "
+                "torch.utils._pytree.register_pytree_node",
+            )
         if isinstance(item, torch.Tensor) and list(item.shape[: len(sizes)]) != sizes:
             raise ConfigError(
                 "output_shape",
@@ -95,6 +107,8 @@ def check_batch(
     Raises:
         ValueError: the batch is too large, contradicts itself, or lacks its attention.
     """
+    if query_lens.size and query_lens.dtype.kind not in "iu":
+        raise ValueError(f"query_lens hold numbers of {query_lens.dtype}; give integers")
     if query_lens.ndim != 1:
         raise ValueError(
             f"query_lens has shape {query_lens.shape}; give one number for each request"
@@ -120,4 +134,10 @@ def check_batch(
             "the batch brings attention, but the runner has no metadata_builder to read it; give "
             "GraphModelRunner one, or leave it out"
         )
+    try:
+        hash(batch.extra)
+    except TypeError:
+        raise ValueError(
+            f"extra={batch.extra!r} cannot be part of a key; give a tuple of hashable values"
+        ) from None
     return num_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -123,7 +123,12 @@ def steps_with_graphs(own: GraphStats, compiled: Iterable[GraphStats]) -> dict[R
             kept.add(counts)
             kept.steps = kept.padding = 0
             rows.setdefault((mode, key._replace(extra=extra)), KeyStats()).add(kept)
-    return dict(sorted(rows.items(), key=lambda item: (item[0][0].name, item[0][1])))
+    return dict(sorted(rows.items(), key=_order))
+
+
+def _order(item: tuple[Row, KeyStats]) -> tuple[Any, ...]:
+    (mode, key), _ = item
+    return (mode.name, *key[:5], str(key.extra))
 
 
 def _is_sizes(item: object) -> bool:

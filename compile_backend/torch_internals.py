@@ -215,7 +215,8 @@ def mark_step_input(tensor: torch.Tensor, axis: int) -> None:
 
     torch._dynamo.mark_static_address(tensor, guard=False)
     if tensor.shape[axis] > 1:
-        torch._dynamo.mark_dynamic(tensor, axis)
+        # A function that a break of the graph left behind may have no use for the size.
+        torch._dynamo.maybe_mark_dynamic(tensor, axis)
 
 
 def reaching_the_user(error: Exception) -> Exception:

@@ -22,11 +22,11 @@ class Weights:
     """The parameters and buffers of a model.
 
     Args:
-        model: its submodules are those of now.
+        model: its submodules are those of the last `note()`.
     """
 
     def __init__(self, model: torch.nn.Module | None) -> None:
-        self._modules = () if model is None else tuple(model.modules())
+        self._model = model
         self._tables: list[Mapping[str, torch.Tensor | None]] = []
         self._names: list[str] = []
         self._positions: list[int] = []
@@ -36,7 +36,7 @@ class Weights:
     def note(self) -> None:
         """Take the weights and the addresses of now for those that graphs read."""
         self._tables, self._names = [], []
-        for module in self._modules:
+        for module in () if self._model is None else self._model.modules():
             for table in (module._parameters, module._buffers):  # noqa: SLF001 - the tables
                 names = [name for name, tensor in table.items() if tensor is not None]
                 self._tables += [table] * len(names)

@@ -128,8 +128,8 @@ class CUDAGraphWrapper:
             return self._replay(key, entry, args)
         return self._run_without_graph(key, entry, args)
 
-    def replay_held(self, key: BatchDescriptor) -> Any | None:
-        """Replay a normalised key's graph and return its outputs; None where a call must look.
+    def replay_held(self, key: BatchDescriptor) -> StaticGraph | None:
+        """Replay a normalised key's graph and return it; None where a call must look.
 
         For whoever has just made sure that the arguments are those of the capture. It reads no
         context, since a graph does not.
@@ -139,7 +139,7 @@ class CUDAGraphWrapper:
             return None
         entry.graph.replay()
         entry.stats.replays += 1
-        return entry.graph.outputs
+        return entry.graph
 
     def unwrap(self) -> Callable[..., Any]:
         """The callable itself."""

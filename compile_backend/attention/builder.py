@@ -83,7 +83,8 @@ class AttentionMetadataBuilder:
 
     def is_decode(self, batch: AttentionBatch, query_lens: npt.NDArray[np.int32]) -> bool:
         """Whether every request had tokens before this step; a whole prompt had none."""
-        return bool(np.logical_and.reduce(np.asarray(batch.seq_lens) > query_lens))
+        seq_lens = _rows("seq_lens", batch.seq_lens, len(query_lens))
+        return bool(np.logical_and.reduce(seq_lens > query_lens))
 
     def fill(
         self,
@@ -108,21 +109,22 @@ class AttentionMetadataBuilder:
         np.cumsum(query_lens, out=starts[1 : num_reqs + 1])
         num_tokens = int(starts[num_reqs])
         own_lens, own_rows = seq_lens[:num_reqs], table[:num_reqs]
-        own_lens[...] = _rows("seq_lens", batch.seq_lens, num_reqs)
+        given_lens = _rows("seq_lens", batch.seq_lens, num_reqs)
         blocks = _rows("block_table", batch.block_table, num_reqs, num_dims=2)
         width = min(blocks.shape[1], table.shape[1])
-        self._check(query_lens, own_lens, width)
+        self._check(query_lens, given_lens, width)
+        own_lens[...] = given_lens
         own_blocks = own_rows[:, :width]
+        _check_range("block_table", blocks[:, :width], 0, self._num_blocks)
         own_blocks[...] = blocks[:, :width]
         own_rows[:, width:] = 0
-        _check_range("block_table", own_blocks, 0, self._num_blocks)
         own_slots = slots[:num_tokens]
         if batch.slot_mapping is None:
             own_slots[...] = self._slots(query_lens, own_lens, table, starts)
         else:
-            own_slots[...] = _rows("slot_mapping", batch.slot_mapping, num_tokens)
-            num_slots = self._num_blocks * self._cache.block_size
-            _check_range("slot_mapping", own_slots, -1, num_slots)
+            given = _rows("slot_mapping", batch.slot_mapping, num_tokens)
+            _check_range("slot_mapping", given, -1, self._num_blocks * self._cache.block_size)
+            own_slots[...] = given
         if num_reqs < len(seq_lens):
             starts[num_reqs + 1 :] = num_tokens
             seq_lens[num_reqs:] = 0
@@ -269,6 +271,8 @@ def _rows(name: str, value: Any, num_rows: int, num_dims: int = 1) -> npt.NDArra
         raise ValueError(
             f"{name} has rows of different lengths; fill the shorter ones up, with 0"
         ) from error
+    if array.size and array.dtype.kind not in "iu":
+        raise ValueError(f"{name} holds numbers of {array.dtype}; give integers")
     if array.ndim != num_dims or len(array) != num_rows:
         raise ValueError(
             f"{name} has shape {array.shape}, but this batch needs {num_rows} rows in "
@@ -279,10 +283,17 @@ def _rows(name: str, value: Any, num_rows: int, num_dims: int = 1) -> npt.NDArra
 
 def _check_range(name: str, numbers: npt.NDArray[Any], first: int, end: int) -> None:
     """Refuse what lies outside of the cache: a kernel would read or write there unasked."""
-    shifted = numbers - first if first else numbers
-    # As unsigned numbers those below the first are the largest: one reduction finds both kinds.
-    unsigned = shifted.view(_UNSIGNED[numbers.itemsize])
-    if numbers.size and np.maximum.reduce(unsigned, axis=None) >= end - first:
+    if not numbers.size:
+        return
+    if numbers.dtype in (np.int32, np.int64):
+        # As unsigned numbers those below the first are the largest: one reduction finds both.
+        shifted = numbers - first if first else numbers
+        is_inside = np.maximum.reduce(shifted.view(_UNSIGNED[shifted.itemsize]), axis=None) < (
+            end - first
+        )
+    else:
+        is_inside = first <= int(numbers.min()) and int(numbers.max()) < end
+    if not is_inside:
         raise ValueError(
             f"{name} holds {numbers.min()} to {numbers.max()}, but the cache has {first} to "
             f"{end - 1}"
