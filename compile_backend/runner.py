@@ -31,8 +31,8 @@ from compile_backend.full_steps import FullSteps
 from compile_backend.once import WarnOnce
 from compile_backend.output_cut import OutputCut
 from compile_backend.progress import capture_progress
-from compile_backend.resolve import Resolution, default_mode, resolve_cudagraph_mode
 from compile_backend.runner_checks import check_batch, check_device, check_outputs
+from compile_backend.runner_mode import NOT_COMPILED, mode_asked, resolve_for_runner
 from compile_backend.runner_report import (
     CaptureMeter,
     RunnerReport,
@@ -42,7 +42,6 @@ from compile_backend.runner_report import (
 from compile_backend.sizes import capture_sizes
 from compile_backend.stats import GraphStats
 from compile_backend.step_inputs import Dim, InputSpec, StepInputs
-from compile_backend.support import AttentionCGSupport, lowest
 from compile_backend.torch_internals import mark_step_input, size_1_like_any_other
 from compile_backend.weights import Weights
 
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from compile_backend.resolve import Resolution
     from compile_backend.runner_batch import Batch, MetadataBuilder
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class GraphModelRunner:
         )
         self.model = model
         self._compiled = cudagraph_modes.facts(model)
-        self._asked = self._mode_asked()
+        self._asked = mode_asked(self.config, self._compiled)
         self.builder = metadata_builder
         self._query_len = (
             self.config.uniform_decode_query_len
@@ -263,25 +263,6 @@ class GraphModelRunner:
 
     # --- before capture ---
 
-    def _mode_asked(self) -> CUDAGraphMode:
-        asked = self.config.cudagraph_mode
-        if self._compiled is None:
-            if asked is None:
-                return _FULL
-            if asked.has_piecewise_cudagraphs():
-                raise ConfigError(
-                    "cudagraph_mode",
-                    asked.name,
-                    "needs the pieces of a compiled model, and this one is not compiled with "
-                    "this backend",
-                    'pass torch.compile(model, backend="cudagraph_modes"), or use FULL or '
-                    "FULL_DECODE_ONLY",
-                )
-            return asked
-        if asked is None:
-            return default_mode(piecewise=True, pooling=self.config.pooling)
-        return asked
-
     def _dispatcher(self, mode: CUDAGraphMode) -> CudagraphDispatcher:
         dispatcher = CudagraphDispatcher(
             self.config,
@@ -309,23 +290,17 @@ class GraphModelRunner:
         check_outputs(outputs, self._output_shape, num_tokens, num_reqs)
 
     def _settle(self) -> _Captured:
-        support, is_split = AttentionCGSupport.ALWAYS, False
-        if self.builder is not None:
-            support = self.builder.support
-        if self._compiled is not None:
-            if not self._compiled.graphs:
-                self._tell_not_compiled()
-            is_split = self._compiled.num_eager_sections() > 0
-            support = lowest((support, self._compiled.support()))
-        resolution = resolve_cudagraph_mode(
+        resolution = resolve_for_runner(
             self._asked,
-            support,
-            piecewise=is_split,
+            self.config,
+            self._compiled,
+            self.builder,
             uniform_decode_query_len=self._query_len,
-            strict=self.config.strict,
         )
         for downgrade in resolution.downgrades:
             self._warn_once(logger, downgrade, "%s", downgrade)
+        if self._compiled is not None and not self._compiled.graphs:
+            self._warn_once(logger, "not compiled", "the model %s; %s", *NOT_COMPILED)
         full = FullSteps(
             self._call,
             self._loader,
@@ -338,15 +313,6 @@ class GraphModelRunner:
             self._warn_once,
         )
         return _Captured(resolution, self._dispatcher(resolution.mode), full)
-
-    def _tell_not_compiled(self) -> None:
-        problem = "was not compiled: torch.compile handed over nothing of it"
-        fix = "see Dynamo's log: its recompile limit was reached, or compilation is switched off"
-        if self.config.strict:
-            raise ConfigError("model", type(self.model).__name__, problem, fix)
-        self._warn_once(
-            logger, "not compiled", "the model %s; it is captured as it is; %s", problem, fix
-        )
 
     def _warm_up(self, captured: _Captured, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
         if mode is _FULL:
