@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import statistics
 import sys
 import time
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._dynamo
 import torch._inductor.utils
-import transformers
+from results_files import about, cell, summary, write
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from compile_backend import stats
@@ -201,39 +199,22 @@ def main() -> None:
         }
         for name in steps
     }
-    write(results, {mode: stats(compiled[mode]).as_dict() for mode in MODES}, arguments)
+    write_results(results, {mode: stats(compiled[mode]).as_dict() for mode in MODES}, arguments)
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def write(results: dict[str, Any], reports: dict[str, Any], arguments: argparse.Namespace) -> None:
-    about = {
-        "command": "python benchmarks/decode_modes.py " + " ".join(sys.argv[1:]),
-        "gpu": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "shape": arguments.shape,
-    }
-    lines = [f"{key}: {value}  " for key, value in about.items()]
-    lines += ["", "| variant | wall ms (min..max) | host us (min..max) | first call s |"]
+def write_results(
+    results: dict[str, Any], reports: dict[str, Any], arguments: argparse.Namespace
+) -> None:
+    lines = ["| variant | wall ms (min..max) | host us (min..max) | first call s |"]
     lines += ["|---|---|---|---|"]
     for name, row in results.items():
-        wall, host, cold = row["wall_ms"], row["host_us"], row["first_call_s"]
+        cold = row["first_call_s"]
         lines.append(
-            f"| {name} | {wall['median']:.3f} ({wall['min']:.3f}..{wall['max']:.3f}) "
-            f"| {host['median']:.1f} ({host['min']:.1f}..{host['max']:.1f}) "
+            f"| {name} | {cell(row['wall_ms'], 3)} | {cell(row['host_us'], 1)} "
             f"| {f'{cold:.1f}' if cold else ''} |"
         )
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        Path(f"{arguments.out}.md").write_text(text)
-        document = {"about": about, "results": results, "reports": reports}
-        Path(f"{arguments.out}.json").write_text(json.dumps(document, indent=1) + "\n")
+    document = {"results": results, "reports": reports}
+    write(about(arguments.shape), lines, document, arguments.out)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from paged_steps import (
     NUM_BLOCKS,
     captured_by_hand,
     decode,
+    host_us,
     make_model,
     make_runner,
 )
@@ -31,7 +32,7 @@ from compile_backend.attention.builder import AttentionMetadataBuilder
 from compile_backend.attention.huggingface import paged_model
 from compile_backend.batch_loader import BatchLoader
 from compile_backend.full_steps import FullSteps
-from compile_backend.output_cut import KeptCuts
+from compile_backend.output_cut import OutputCut
 from compile_backend.runner import GraphModelRunner
 from compile_backend.step_inputs import StepInputs
 from compile_backend.weights import Weights
@@ -53,7 +54,7 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (StepInputs, "send", "load"),
     (Weights, "have_moved", "FullSteps.run"),
     (CUDAGraphWrapper, "replay_held", "FullSteps.run"),
-    (KeptCuts, "of", "FullSteps.run"),
+    (OutputCut, "__call__", "FullSteps.run"),
 )
 
 
@@ -68,17 +69,6 @@ def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any
         return result
 
     return call
-
-
-def host_us(step: Callable[[], Any], num_steps: int) -> list[float]:
-    """Host time of each step on an idle device."""
-    times = []
-    for _ in range(num_steps):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        times.append((time.perf_counter() - start) * 1e6)
-    return times
 
 
 def main() -> None:

@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import statistics
-import sys
 import time
 import traceback
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ import numpy as np
 import torch
 import torch._inductor.utils
 import transformers
+from results_files import about, cell, summary, write
 
 from compile_backend import BatchDescriptor, CUDAGraphMode, reset, set_forward_context, stats
 from compile_backend.attention.builder import AttentionBatch
@@ -186,6 +185,18 @@ def captured_by_hand(compiled: Any, paged: PagedModel, work: Work) -> Callable[[
     return replay
 
 
+def host_us(step: Callable[[], Any], num_steps: int) -> list[float]:
+    """Host time of each step on an idle device."""
+    times = []
+    for _ in range(num_steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        times.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return times
+
+
 def measured(step: Callable[[], Any], num_steps: int) -> tuple[float, float]:
     """Wall ms of a step in a run of steps, and host us of a step on an idle device."""
     step()
@@ -195,14 +206,7 @@ def measured(step: Callable[[], Any], num_steps: int) -> tuple[float, float]:
         step()
     torch.cuda.synchronize()
     wall_ms = (time.perf_counter() - start) / num_steps * 1e3
-    host_us = []
-    for _ in range(num_steps):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        host_us.append((time.perf_counter() - start) * 1e6)
-    torch.cuda.synchronize()
-    return wall_ms, statistics.median(host_us)
+    return wall_ms, statistics.median(host_us(step, num_steps))
 
 
 def backend_rows(
@@ -268,10 +272,6 @@ def capture_of_all_sizes(compiled: Any, paged: PagedModel) -> dict[str, Any]:
     }
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=("tiny", "0.6B", "8B"), default="0.6B")
@@ -317,7 +317,7 @@ def main() -> None:
             # Last: launches are slower for good once the profiler was there.
             kernels = kernels_of_a_step(compiled, profiled)
         compiles = stats(compiled).as_dict() if compiled is not None else {}
-    write(results, failures, captures, kernels, compiles, arguments)
+    write_results(results, failures, captures, kernels, compiles, arguments)
 
 
 def kernels_of_a_step(compiled: Any, paged: PagedModel) -> list[str]:
@@ -338,7 +338,7 @@ def kernels_of_a_step(compiled: Any, paged: PagedModel) -> list[str]:
     ]
 
 
-def write(
+def write_results(
     results: dict[str, Any],
     failures: dict[str, str],
     captures: dict[str, Any],
@@ -346,23 +346,12 @@ def write(
     compiles: dict[str, Any],
     arguments: argparse.Namespace,
 ) -> None:
-    about = {
-        "command": "python benchmarks/paged_steps.py " + " ".join(sys.argv[1:]),
-        "gpu": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "shape": arguments.shape,
-    }
-    lines = [f"{key}: {value}  " for key, value in about.items()]
-    lines += ["", "| attention | step | mode | wall ms (min..max) | host us (min..max) |"]
+    lines = ["| attention | step | mode | wall ms (min..max) | host us (min..max) |"]
     lines += ["|---|---|---|---|---|"]
-    for name, row in results.items():
-        wall, host = row["wall_ms"], row["host_us"]
-        lines.append(
-            f"| {name} | {wall['median']:.3f} ({wall['min']:.3f}..{wall['max']:.3f}) "
-            f"| {host['median']:.1f} ({host['min']:.1f}..{host['max']:.1f}) |"
-        )
+    lines += [
+        f"| {name} | {cell(row['wall_ms'], 3)} | {cell(row['host_us'], 1)} |"
+        for name, row in results.items()
+    ]
     lines += [f"\n{name} failed: {error}" for name, error in failures.items()]
     lines += [
         f"\nCapture of all default sizes, {name}: {json.dumps(c)}" for name, c in captures.items()
@@ -370,20 +359,14 @@ def write(
     if kernels:
         lines += ["", "Kernels of one decode step at batch 1:", ""]
         lines += [f"- {kernel}" for kernel in kernels]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        Path(f"{arguments.out}.md").write_text(text)
-        document = {
-            "about": about,
-            "results": results,
-            "failures": failures,
-            "captures": captures,
-            "kernels": kernels,
-            "compiles": compiles,
-        }
-        Path(f"{arguments.out}.json").write_text(json.dumps(document, indent=1) + "\n")
+    document = {
+        "results": results,
+        "failures": failures,
+        "captures": captures,
+        "kernels": kernels,
+        "compiles": compiles,
+    }
+    write(about(arguments.shape), lines, document, arguments.out)
 
 
 if __name__ == "__main__":

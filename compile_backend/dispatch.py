@@ -173,16 +173,6 @@ class CudagraphDispatcher:
         assert mode.is_valid_runtime_mode(), f"{mode.name} is no mode of a single batch"
         return self._initialized_keys().get(mode, frozenset())
 
-    @property
-    def largest_size(self) -> int:
-        """Most tokens of a key.
-
-        Raises:
-            CaptureError: there are no keys yet.
-        """
-        self._initialized_keys()
-        return self._largest
-
     def capture_plan(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
         """What to capture: the modes that have keys, and their keys, the largest first.
 

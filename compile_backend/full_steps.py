@@ -58,7 +58,6 @@ class FullSteps:
     Args:
         call: the model, called with its inputs in order.
         loader: fills the inputs.
-        layout: makes the layout of a key.
         engine: captures and replays.
         config: warm-ups, `strict` and `debug`.
         stats: where to count.
@@ -71,7 +70,6 @@ class FullSteps:
         self,
         call: Callable[..., Any],
         loader: BatchLoader,
-        layout: Callable[[BatchDescriptor], Layout],
         engine: GraphEngine,
         config: CompilationConfig,
         stats: GraphStats,
@@ -80,7 +78,6 @@ class FullSteps:
         warn_once: WarnOnce,
     ) -> None:
         self._loader = loader
-        self._layout = layout
         self._engine = engine
         self._strict = config.strict
         self._weights = weights
@@ -100,16 +97,24 @@ class FullSteps:
             verify=config.debug == "verify",
         )
 
-    def failure(self, key: BatchDescriptor) -> str | None:
-        """Why a key could not be captured; None if it could."""
-        return self._wrapper.failure(key)
-
-    def has_room(self, key: BatchDescriptor) -> bool:
-        """Whether a key is known, or may still be: a flag that is new in every step may not."""
+    def may_run(self, key: BatchDescriptor) -> bool:
+        """Whether a key has a graph, or may still get one; tells once why others may not."""
+        if self._wrapper.failure(key) is not None:
+            return False
         if key in self._steps or not key.extra:
             return True
         alike = sum(bool(held.extra) and held[:2] == key[:2] for held in self._steps)
-        return alike < MAX_SHAPES_PER_SIZE
+        if alike < MAX_SHAPES_PER_SIZE:
+            return True
+        # A flag that is new in every step would otherwise capture for ever and never replay.
+        self._warn_once(
+            logger,
+            "shapes",
+            "batches of %d tokens came with too many values of extra; further ones run without "
+            "full graphs (told once)",
+            key.num_tokens,
+        )
+        return False
 
     def warm_up(self, key: BatchDescriptor) -> None:
         """Run a key's step eagerly on a legal batch, and put its capture on the list."""
@@ -153,15 +158,15 @@ class FullSteps:
     def _step(self, key: BatchDescriptor) -> _FullStep:
         step = self._steps.get(key)
         if step is None:
-            layout, builder = self._layout(key), self._loader.builder
+            layout = self._loader.inputs.layout(key.num_tokens, key.num_reqs)
+            builder = self._loader.builder
             # Whoever prepares for the graph may read the tensors: not those of another key's step.
             batch = self._loader.capture_batch(key.num_tokens, key.num_reqs)
             self._loader.load(layout, batch, batch.query_lens, int(batch.query_lens.sum()))
             metadata = None if builder is None else builder.build_for_graph(layout.tensors, key)
             context = ForwardContext(metadata, CUDAGraphMode.FULL, key)
             arguments = self._loader.arguments(layout)
-            step = _FullStep(layout, arguments, context)
-            self._steps[key] = step
+            step = self._steps[key] = _FullStep(layout, arguments, context)
         return step
 
     def _capture(self, key: BatchDescriptor) -> None:

@@ -66,7 +66,6 @@ class _Captured:
     """What `capture()` settled."""
 
     resolution: Resolution
-    dispatcher: CudagraphDispatcher
     full: FullSteps
 
 
@@ -123,7 +122,12 @@ class GraphModelRunner:
             else uniform_decode_query_len
         )
         self._max_num_seqs = max_num_seqs
-        self._max_loras = max_loras
+        self._dispatcher = CudagraphDispatcher(
+            self.config,
+            max_num_seqs=max_num_seqs,
+            uniform_decode_query_len=self._query_len,
+            max_loras=max_loras,
+        )
         self._output_shape = tuple(output_shape)
         self._cut = OutputCut(output_shape)
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -132,7 +136,6 @@ class GraphModelRunner:
                 "max_num_batched_tokens", max_num_batched_tokens, "is too small", "use 1 or more"
             )
         builder_specs = metadata_builder.input_spec if metadata_builder is not None else ()
-        self._largest_size = self._dispatcher(_FULL).largest_size
         sizes = capture_sizes(self.config, max_num_seqs=max_num_seqs, query_len=self._query_len)
         with torch.inference_mode(False):
             inputs = StepInputs(
@@ -142,6 +145,7 @@ class GraphModelRunner:
                 max_num_reqs=max_num_seqs,
                 on_new=None if self._compiled is None else _marked,
             )
+        self._largest_size = sizes.mixed[-1]
         self._loader = BatchLoader(inputs, input_spec, metadata_builder)
         self._engine = cudagraph_modes.new_engine(inputs.device)
         module = _module_of(model)
@@ -168,8 +172,9 @@ class GraphModelRunner:
         with torch.inference_mode(False), torch.no_grad():
             self._compile()
             captured = self._settle()
+            self._dispatcher.initialize_cudagraph_keys(captured.resolution.mode)
             session = CaptureKeys()
-            plan = captured.dispatcher.capture_plan()
+            plan = self._dispatcher.capture_plan()
             number = sum(len(keys) for _, keys in plan)
             self._graphs_before = graphs_by_mode(self._all_stats())
             with capture_progress(number, self._meter, is_shown=progress) as advance:
@@ -263,16 +268,6 @@ class GraphModelRunner:
 
     # --- before capture ---
 
-    def _dispatcher(self, mode: CUDAGraphMode) -> CudagraphDispatcher:
-        dispatcher = CudagraphDispatcher(
-            self.config,
-            max_num_seqs=self._max_num_seqs,
-            uniform_decode_query_len=self._query_len,
-            max_loras=self._max_loras,
-        )
-        dispatcher.initialize_cudagraph_keys(mode)
-        return dispatcher
-
     def _compile(self) -> None:
         """Run the largest batch eagerly: it compiles the model for sizes that change.
 
@@ -304,7 +299,6 @@ class GraphModelRunner:
         full = FullSteps(
             self._call,
             self._loader,
-            lambda key: self._loader.inputs.layout(key.num_tokens, key.num_reqs),
             self._engine,
             self.config,
             self._stats,
@@ -312,7 +306,7 @@ class GraphModelRunner:
             self._cut,
             self._warn_once,
         )
-        return _Captured(resolution, self._dispatcher(resolution.mode), full)
+        return _Captured(resolution, full)
 
     def _warm_up(self, captured: _Captured, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
         if mode is _FULL:
@@ -347,23 +341,14 @@ class GraphModelRunner:
             batch.num_active_loras,
             batch.extra,
         )
-        mode, key = captured.dispatcher.dispatch(
+        mode, key = self._dispatcher.dispatch(
             descriptor,
             use_cascade_attn=batch.use_cascade_attn,
             all_decode=all_decode,
             highest_mode=highest_mode,
         )
-        if mode is _FULL and not captured.full.has_room(key):
-            self._warn_once(
-                logger,
-                "shapes",
-                "batches of %d tokens came with too many values of extra; further ones run "
-                "without full graphs (told once)",
-                key.num_tokens,
-            )
-            return captured.dispatcher.dispatch(descriptor, highest_mode=_PIECEWISE)
-        if mode is _FULL and captured.full.failure(key) is not None:
-            return captured.dispatcher.dispatch(descriptor, highest_mode=_PIECEWISE)
+        if mode is _FULL and not captured.full.may_run(key):
+            return self._dispatcher.dispatch(descriptor, highest_mode=_PIECEWISE)
         return mode, key
 
     def _run_model(

@@ -18,6 +18,7 @@ from torch.nn.attention import varlen
 
 from compile_backend.attention.backend import AttentionBackend
 from compile_backend.attention.kv_cache import store
+from compile_backend.attention.limits import even_head_size, no_soft_cap, only_16_bits
 from compile_backend.attention.requirements import it_needs, lacking_device
 from compile_backend.errors import ConfigError
 from compile_backend.support import AttentionCGSupport
@@ -33,7 +34,6 @@ PAGED_ARGUMENTS = ("seqused_k", "block_table", "enable_gqa", "window_size", "sca
 """What torch's function must take so that it can read the paged cache."""
 
 _BLOCK_SIZE_UNIT = 256
-_MAX_HEAD_SIZE = 256
 
 
 def arguments_lacking(function: Callable[..., Any] | None) -> tuple[str, ...]:
@@ -55,8 +55,7 @@ class FlashAttention2(AttentionBackend):
     def __init__(self, spec: AttentionSpec, cache: CacheFormat, device: torch.device) -> None:
         super().__init__(spec, cache, device)
         self._attend = varlen.varlen_attn_out
-        window = spec.sliding_window
-        self._window = (-1 if window is None else window - 1, 0)
+        self._window = (spec.window_left, 0)
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
@@ -69,35 +68,12 @@ class FlashAttention2(AttentionBackend):
     @classmethod
     def unsupported(cls, spec: AttentionSpec, cache: CacheFormat) -> Exception | None:
         """A soft cap, another cache than of 16-bit floats, small blocks, odd or large heads."""
-        if spec.soft_cap is not None:
-            return ConfigError(
-                "soft_cap",
-                spec.soft_cap,
-                "is not in torch's FlashAttention 2",
-                "use attention backend 'triton' or 'flashinfer'",
-            )
-        if cache.dtype not in (torch.float16, torch.bfloat16):
-            return ConfigError(
-                "kv_cache_dtype",
-                cache.dtype,
-                "has no kernels",
-                "use torch.bfloat16 or torch.float16, or attention backend 'triton'",
-            )
-        if cache.block_size % _BLOCK_SIZE_UNIT:
-            return ConfigError(
-                "block_size",
-                cache.block_size,
-                f"is not a multiple of {_BLOCK_SIZE_UNIT}",
-                f"use {_BLOCK_SIZE_UNIT}, or attention backend 'triton'",
-            )
-        if spec.head_size > _MAX_HEAD_SIZE or spec.head_size % 8:
-            return ConfigError(
-                "head_size",
-                spec.head_size,
-                f"is not a multiple of 8 up to {_MAX_HEAD_SIZE}",
-                "use attention backend 'triton'",
-            )
-        return None
+        return (
+            no_soft_cap(spec, "torch's FlashAttention 2")
+            or only_16_bits(cache, "has no kernels")
+            or _whole_units(cache)
+            or even_head_size(spec)
+        )
 
     def forward(
         self,
@@ -142,4 +118,16 @@ def lacking_torch(function: Callable[..., Any] | None) -> str | None:
     return (
         f"a torch whose torch.nn.attention.varlen.varlen_attn_out reads a paged cache: in torch "
         f"{torch.__version__} it {what}; install torch>=2.13, or use attention backend 'triton'"
+    )
+
+
+def _whole_units(cache: CacheFormat) -> ConfigError | None:
+    """The error for blocks that the kernels' tiles do not fit into; None for others."""
+    if not cache.block_size % _BLOCK_SIZE_UNIT:
+        return None
+    return ConfigError(
+        "block_size",
+        cache.block_size,
+        f"is not a multiple of {_BLOCK_SIZE_UNIT}",
+        f"use {_BLOCK_SIZE_UNIT}, or attention backend 'triton'",
     )

@@ -12,14 +12,16 @@ This file refuses to know graphs: it runs the same way inside and outside of the
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from compile_backend.attention.backend import AttentionBackend
+from compile_backend.attention.first_layer import FirstLayer
 from compile_backend.attention.kv_cache import store
+from compile_backend.attention.limits import even_head_size, no_soft_cap, only_16_bits
 from compile_backend.attention.requirements import it_needs, lacking_device, lacking_package
-from compile_backend.errors import ConfigError
 from compile_backend.support import AttentionCGSupport
 
 if TYPE_CHECKING:
@@ -30,17 +32,13 @@ if TYPE_CHECKING:
 REQUIREMENT = "tokenspeed-fa3==3.0.0.post20260810"
 """The build of FlashAttention 3 that these calls were checked against."""
 
-_MAX_HEAD_SIZE = 256
 
-
+@dataclass(slots=True)
 class _Schedule:
-    """What the small kernel made for the running step, and the layer that runs it."""
+    """What the small kernel made for the running step, and which layer runs it."""
 
-    __slots__ = ("first_layer", "made")
-
-    def __init__(self) -> None:
-        self.first_layer: int | None = None
-        self.made: torch.Tensor | None = None
+    first_layer: FirstLayer = field(default_factory=FirstLayer)
+    made: torch.Tensor | None = None
 
 
 class FlashAttention3(AttentionBackend):
@@ -61,7 +59,6 @@ class FlashAttention3(AttentionBackend):
         # which costs the host more than the kernels' own op does.
         self._attend = torch.ops.flash_attn_3.fwd.default
         self._make_schedule = get_scheduler_metadata
-        self._window_left = -1 if spec.sliding_window is None else spec.sliding_window - 1
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
@@ -74,29 +71,14 @@ class FlashAttention3(AttentionBackend):
     @classmethod
     def unsupported(cls, spec: AttentionSpec, cache: CacheFormat) -> Exception | None:
         """A soft cap, an 8-bit or 32-bit cache, heads that are too large or of an odd size."""
-        if spec.soft_cap is not None:
-            return ConfigError(
-                "soft_cap",
-                spec.soft_cap,
-                "is not in this build of FlashAttention 3",
-                "use attention backend 'triton' or 'flashinfer'",
+        eight_bits = cache.dtype.itemsize == 1
+        return (
+            no_soft_cap(spec, "this build of FlashAttention 3")
+            or only_16_bits(
+                cache, "would need queries of 8 bits too" if eight_bits else "has no kernels"
             )
-        if cache.dtype not in (torch.float16, torch.bfloat16):
-            eight_bits = cache.dtype.itemsize == 1
-            return ConfigError(
-                "kv_cache_dtype",
-                cache.dtype,
-                "would need queries of 8 bits too" if eight_bits else "has no kernels",
-                "use torch.bfloat16 or torch.float16, or attention backend 'triton'",
-            )
-        if spec.head_size > _MAX_HEAD_SIZE or spec.head_size % 8:
-            return ConfigError(
-                "head_size",
-                spec.head_size,
-                f"is not a multiple of 8 up to {_MAX_HEAD_SIZE}",
-                "use attention backend 'triton'",
-            )
-        return None
+            or even_head_size(spec)
+        )
 
     def prepare(self, metadata: AttentionMetadata) -> _Schedule:
         """An empty schedule: the first layer of every run fills it."""
@@ -126,7 +108,7 @@ class FlashAttention3(AttentionBackend):
             page_table=metadata.block_table,
             softmax_scale=self.spec.scale,
             is_causal=True,
-            window_size_left=self._window_left,
+            window_size_left=self.spec.window_left,
             window_size_right=0,
             num_splits=0,  # the package's choice: see the module's text
             scheduler_metadata=self._schedule(query, cache, metadata, prepared),
@@ -141,9 +123,7 @@ class FlashAttention3(AttentionBackend):
     ) -> torch.Tensor | None:
         if prepared is None:
             return None
-        layer = cache.keys.data_ptr()
-        if prepared.first_layer in (None, layer):
-            prepared.first_layer = layer
+        if prepared.first_layer.is_of(cache):
             prepared.made = self._make_schedule(
                 metadata.num_reqs,
                 metadata.max_query_len,
@@ -156,6 +136,6 @@ class FlashAttention3(AttentionBackend):
                 cu_seqlens_q=metadata.query_start_loc,
                 page_size=self.cache.block_size,
                 causal=True,
-                window_size=(self._window_left, 0),
+                window_size=(self.spec.window_left, 0),
             )
         return prepared.made

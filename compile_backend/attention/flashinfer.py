@@ -195,10 +195,9 @@ class FlashInfer(AttentionBackend):
         return spec.num_heads, spec.num_kv_heads, spec.head_size, self.cache.block_size
 
     def _plan_options(self) -> dict[str, Any]:
-        window = self.spec.sliding_window
         cache_dtype = self.cache.dtype
         return {
-            "window_left": -1 if window is None else window - 1,
+            "window_left": self.spec.window_left,
             "logits_soft_cap": self.spec.soft_cap,
             "q_data_type": cache_dtype if cache_dtype.itemsize > 1 else torch.bfloat16,
             "kv_data_type": cache_dtype,

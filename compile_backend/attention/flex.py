@@ -26,13 +26,14 @@ weight of zero: start it with zeros.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from compile_backend.attention.backend import AttentionBackend
+from compile_backend.attention.first_layer import FirstLayer
 from compile_backend.attention.flex_mask import MAX_ROWS, MIN_ROWS, TileMask, choose_tiling
 from compile_backend.attention.flex_tiles import tiled_attention
 from compile_backend.attention.kv_cache import store
@@ -56,13 +57,13 @@ class FlexStep:
         mask: at addresses that stay for the key.
         attend: `TiledAttention.forward`, compiled on CUDA.
         logical_pages: `[num_reqs, num_blocks + 1]` int32; see `TileMask.refresh`.
-        first_cache: address of the cache of the layer that computes the mask.
+        first_layer: computes the mask.
     """
 
     mask: TileMask
     attend: Callable[..., None]
     logical_pages: torch.Tensor | None = None
-    first_cache: int | None = None
+    first_layer: FirstLayer = field(default_factory=FirstLayer)
 
 
 class FlexAttention(AttentionBackend):
@@ -189,11 +190,9 @@ class FlexAttention(AttentionBackend):
         self, step: FlexStep, cache: LayerCache, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """The pages of the step's requests; computed, as the mask is, in the first layer."""
-        address = cache.keys.data_ptr()
         if step.logical_pages is None:
-            step.first_cache = address
             step.logical_pages = self._table(metadata.num_reqs, cache)
-        if step.first_cache == address:
+        if step.first_layer.is_of(cache):
             step.mask.refresh(metadata, step.logical_pages)
         return step.logical_pages
 

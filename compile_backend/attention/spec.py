@@ -47,6 +47,11 @@ class AttentionSpec:
                 "sliding_window", self.sliding_window, "sees nothing", "use 1 or more, or None"
             )
 
+    @property
+    def window_left(self) -> int:
+        """How many tokens before its own a query sees, as kernels count them; -1: all."""
+        return -1 if self.sliding_window is None else self.sliding_window - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFormat:
