@@ -50,6 +50,10 @@ _FULL = CUDAGraphMode.FULL
 # every step would otherwise capture for ever and never replay.
 MAX_SHAPES_PER_SIZE = 16
 
+# Weights that are elsewhere in every call, as where layers share one compiled function, would
+# otherwise capture for ever and hardly replay.
+MAX_MOVES_IN_A_ROW = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Programs:
@@ -135,6 +139,7 @@ class CompiledGraph:
         self._one_at_a_time = threading.RLock()
         self._captured_ahead: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self._num_shapes: Counter[tuple[CUDAGraphMode, int]] = Counter()
+        self._moves_in_a_row: Counter[BatchDescriptor] = Counter()
         self.stats = stats
 
     def __call__(self, *args: Any) -> Sequence[Any]:
@@ -178,6 +183,7 @@ class CompiledGraph:
         self._seen.clear()
         self._captured_ahead.clear()
         self._num_shapes.clear()
+        self._moves_in_a_row.clear()
 
     def _plain_call(self, args: Sequence[Any]) -> Sequence[Any]:
         rules = self._rules
@@ -257,9 +263,13 @@ class CompiledGraph:
                 return self._without_graph(key, args)
             if not self._may_run(mode, key):
                 return self._without_graph(key, args)
+            if self._moves_in_a_row and self._moves_in_a_row[key] >= MAX_MOVES_IN_A_ROW:
+                return self._without_graph(key, args)
             static_args, has_moved = self._inputs.load(key, args, self._growth(key))
             if has_moved:
                 self._drop(key)
+            elif self._moves_in_a_row:
+                self._moves_in_a_row.pop(key, None)
             if self._inputs.overlaps(key, args):
                 return self._without_graph(key, args)
             stats = self.stats.at(mode, key)
@@ -364,3 +374,13 @@ class CompiledGraph:
         for runner in self._programs.runners:
             runner.drop(key)
         self._outputs.reset()
+        self._moves_in_a_row[key] += 1
+        if self._moves_in_a_row[key] == MAX_MOVES_IN_A_ROW:
+            self._warn_once(
+                logger,
+                "moves",
+                "weights or static inputs were elsewhere in each of %d calls of one size; such "
+                "calls run without CUDA graphs from now on (told once). Where layers share one "
+                "compiled function, compile the whole model, or each layer by itself",
+                MAX_MOVES_IN_A_ROW,
+            )

@@ -173,6 +173,13 @@ class Loop:
             torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
         return logits
 
+    def ran(self) -> dict[str, list[int]]:
+        """Sizes of the steps that ran, by mode; each as often as it ran."""
+        sizes: dict[str, list[int]] = {}
+        for (mode, key), counts in self.runner.report().by_key.items():
+            sizes.setdefault(mode.name, []).extend([key.num_tokens] * counts.steps)
+        return {mode: sorted(held) for mode, held in sizes.items() if held}
+
     def grow(self, *requests: int) -> list[tuple[int, int]]:
         """Give requests one more token each, as work for a step."""
         for request in requests:

@@ -272,24 +272,36 @@ class Paged:
         return torch.randn(shape, generator=self._random).to(self.case.dtype)
 
 
-def dense(
+def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification: the last `len(query)` of `len(keys)` tokens attend, in float64.
 
     Returns:
-        The result, and how far one in the query's dtype may be off.
+        The result, and the scores before any cap, `[num_heads, len(query), len(keys)]`.
     """
     group = spec.num_heads // spec.num_kv_heads
     keys, values = (each.double().repeat_interleave(group, 1) for each in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * spec.scale
+    plain = torch.einsum("qhd,khd->hqk", query.double(), keys) * spec.scale
+    scores = plain
     if spec.soft_cap is not None:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-    distance = torch.arange(len(keys))[-len(query) :, None] - torch.arange(len(keys))
+    places = torch.arange(len(keys), device=query.device)
+    distance = places[len(keys) - len(query) :, None] - places
     is_seen = distance >= 0
     if spec.sliding_window is not None:
         is_seen &= distance < spec.sliding_window
     weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values), plain
+
+
+def dense(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `attend` says, and how far a result in the query's dtype may be off."""
+    expected, _ = attend(query, keys, values, spec)
+    group = spec.num_heads // spec.num_kv_heads
+    keys = keys.double().repeat_interleave(group, 1)
     # Sums are in float32. Queries and keys may each be scaled, and scores be kept, in the dtype.
     single, eps = torch.finfo(torch.float32).eps, torch.finfo(query.dtype).eps
     absolute = torch.einsum("qhd,khd->hqk", query.double().abs(), keys.abs()) * spec.scale
@@ -297,7 +309,7 @@ def dense(
     of_score += 4 * single * (spec.soft_cap or 0)
     # An error of a score is a relative one of its weight, and again of the sum of weights.
     relative = 2 * torch.expm1(of_score) + len(keys) * single + 2 * eps
-    return torch.einsum("hqk,khd->qhd", weights, values), relative * values.abs().amax()
+    return expected, relative * values.double().abs().amax()
 
 
 def attention_step(
@@ -348,4 +360,4 @@ def stored(rows: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """A view as integers, so that NaN equals itself."""
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(widths[tensor.element_size()])
+    return tensor.contiguous().view(widths[tensor.element_size()])

@@ -163,6 +163,22 @@ def test_flex_attention_is_split_out_by_default():
     assert both.stats.eager_sections == 1
 
 
+def test_layers_that_share_one_compiled_function_are_not_captured_for_ever(caplog):
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    call = compiled(lambda layer, x: layer(x).relu(), cudagraph_mode="FULL")
+    with torch.no_grad():
+        for step in range(12):
+            x = rows(4) + step
+            for layer in layers:
+                torch.testing.assert_close(call(layer, x), layer(x).relu())
+        assert stats(call).total("captures") == 8
+        reset(call)
+        for _ in range(3):
+            call(layers[0], rows(4))
+    assert stats(call).total("captures") == 9
+    assert sum("share one compiled function" in record.message for record in caplog.records) == 1
+
+
 def test_random_numbers_are_new_in_every_replay_and_follow_the_seed():
     def function(x: torch.Tensor) -> torch.Tensor:
         return attn_new(torch.nn.functional.dropout(x, 0.5)) + torch.rand_like(x)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ragged import attend
 from torch.nn.attention import varlen
 
 from compile_backend.attention import flash_attn2, flash_attn3, flashinfer
@@ -409,30 +410,15 @@ class Batch:
         )
 
     def reference(self) -> torch.Tensor:
-        group = self.spec.num_heads // self.spec.num_kv_heads
         parts = []
         for request, query_len in enumerate(self.host.query_lens.tolist()):
             start, seq_len = int(self.starts[request]), int(self.host.seq_lens[request])
-            new = slice(start, start + query_len)
+            new, blocks = slice(start, start + query_len), self.table[request].long()
             keys, values = (
-                torch.cat(
-                    [
-                        stored[self.table[request].long()].flatten(0, 1)[: seq_len - query_len],
-                        rows[new],
-                    ]
-                )
-                .float()
-                .repeat_interleave(group, 1)
+                torch.cat([stored[blocks].flatten(0, 1)[: seq_len - query_len], rows[new]])
                 for stored, rows in ((self.cache.keys, self.key), (self.cache.values, self.value))
             )
-            scores = torch.einsum("qhd,khd->hqk", self.query[new].float(), keys) * self.spec.scale
-            if self.spec.soft_cap is not None:
-                scores = self.spec.soft_cap * torch.tanh(scores / self.spec.soft_cap)
-            at = torch.arange(seq_len, device="cuda")
-            distance = at[seq_len - query_len :, None] - at
-            window = self.spec.sliding_window or seq_len
-            scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
-            parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+            parts.append(attend(self.query[new], keys, values, self.spec)[0].float())
         return torch.cat(parts)
 
     def check(self, expected: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ragged import attend
 
 from compile_backend.attention import flex_tiles
 from compile_backend.attention.flex import FlexAttention
@@ -104,24 +105,13 @@ def reference(spec: AttentionSpec, step: Step) -> torch.Tensor:
     rows = []
     starts, page = step.metadata.query_start_loc.tolist(), step.cache.keys.shape[1]
     for req, seq_len in enumerate(step.metadata.seq_lens.tolist()):
-        query = step.query[starts[req] : starts[req + 1]].double()
+        query = step.query[starts[req] : starts[req + 1]]
         places = torch.arange(seq_len, device=query.device)
         slots = step.metadata.block_table[req][places // page].long() * page + places % page
         keys, values = (
-            cache.flatten(0, 1)[slots]
-            .double()
-            .repeat_interleave(spec.num_heads // spec.num_kv_heads, 1)
-            for cache in (step.cache.keys, step.cache.values)
+            cache.flatten(0, 1)[slots] for cache in (step.cache.keys, step.cache.values)
         )
-        scores = torch.einsum("qhd,khd->hqk", query, keys) * spec.scale
-        if spec.soft_cap is not None:
-            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-        distance = places[seq_len - len(query) :, None] - places
-        mask = distance >= 0
-        if spec.sliding_window is not None:
-            mask &= distance < spec.sliding_window
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        rows.append(torch.einsum("hqk,khd->qhd", weights, values))
+        rows.append(attend(query, keys, values, spec)[0])
     return torch.cat(rows)
 
 

@@ -55,14 +55,6 @@ def make_loop(
     return Loop(model, runner, num_blocks)
 
 
-def steps_of(loop: Loop) -> dict[str, list[int]]:
-    """Sizes of the steps that ran, by mode; each as often as it ran."""
-    ran: dict[str, list[int]] = {}
-    for (mode, key), counts in loop.runner.report().by_key.items():
-        ran.setdefault(mode.name, []).extend([key.num_tokens] * counts.steps)
-    return {mode: sorted(sizes) for mode, sizes in ran.items() if sizes}
-
-
 # prefill of 5, prefill of 11, mixed of 1 + 3, decode of 3, decode of 2, too large a prefill
 EXPECTED = {
     "NONE": {"NONE": [2, 3, 4, 5, 11, 20]},
@@ -93,7 +85,7 @@ def test_every_mode_runs_what_it_says_and_is_right(mode: str, device: str, backe
     loop.step(loop.grow(first, second, third))
     loop.step(loop.grow(second, first))
     loop.step([(long, 20)])
-    assert steps_of(loop) == EXPECTED[mode]
+    assert loop.ran() == EXPECTED[mode]
     # Captured ahead, each key once: later steps only replay.
     for (_, key), counts in loop.runner.report().by_key.items():
         per_key = 3 if (counts.captures and mode != "FULL" and not key.uniform) else 1
@@ -137,7 +129,7 @@ def test_uniform_batches_of_several_tokens(mode: str) -> None:
     loop.step([(request, 4) for request in requests])
     loop.step([(request, 3) for request in requests])
     loop.step([(request, 3) for request in requests[:2]])
-    ran = steps_of(loop)
+    ran = loop.ran()
     if mode in ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
         assert ran["FULL"] == [6, 9]  # whole requests only
         assert len(ran["NONE" if mode == "FULL_DECODE_ONLY" else "PIECEWISE"]) == 1
@@ -154,9 +146,9 @@ def test_a_prompt_as_long_as_a_decode_is_no_decode() -> None:
     loop = make_loop("FULL_DECODE_ONLY", query_len=3, sizes=[3, 6, 12])
     prompt = loop.add([1, 2, 3, 4, 5, 6])
     loop.step([(prompt, 3)])
-    assert steps_of(loop) == {"NONE": [3]}
+    assert loop.ran() == {"NONE": [3]}
     loop.step([(prompt, 3)])
-    assert steps_of(loop) == {"NONE": [3], "FULL": [3]}
+    assert loop.ran() == {"NONE": [3], "FULL": [3]}
 
 
 def test_the_engine_may_say_that_a_batch_is_no_decode() -> None:
@@ -164,7 +156,7 @@ def test_the_engine_may_say_that_a_batch_is_no_decode() -> None:
     request = loop.add([1, 2, 3])
     loop.step([(request, 2)])
     loop.step([(request, 1)], all_decode=False)
-    assert steps_of(loop) == {"NONE": [1, 2]}
+    assert loop.ran() == {"NONE": [1, 2]}
 
 
 class Uniform(SdpaAttention):
@@ -273,7 +265,7 @@ def test_limits_that_are_no_capture_size() -> None:
     loop = make_loop("FULL_AND_PIECEWISE", sizes=[4, 16], limit=13)
     request = loop.add(range(13))
     loop.step([(request, 13)])
-    assert steps_of(loop) == {"PIECEWISE": [16]}
+    assert loop.ran() == {"PIECEWISE": [16]}
     too_long = loop.add(range(14))
     with pytest.raises(ValueError, match="14 tokens is above the limits"):
         loop.step([(too_long, 14)])
@@ -283,14 +275,14 @@ def test_a_cache_with_fewer_rows_than_the_largest_size() -> None:
     loop = make_loop("FULL", sizes=[4, 16, 32], num_blocks=3)
     request = loop.add([1, 2, 3, 4, 5])
     loop.step([(request, 5)])
-    assert steps_of(loop) == {"FULL": [16]}
+    assert loop.ran() == {"FULL": [16]}
 
 
 def test_sizes_that_no_batch_of_legal_requests_can_fill() -> None:
     loop = make_loop("FULL", sizes=[8, 500], limit=500)  # 8 requests of at most 48 tokens
     request = loop.add(range(9))
     loop.step([(request, 9)])
-    assert steps_of(loop) == {"FULL": [500]}
+    assert loop.ran() == {"FULL": [500]}
 
 
 def test_captures_are_made_from_legal_lengths() -> None:
@@ -350,7 +342,7 @@ def test_python_around_attention_runs_when_full_is_not_allowed() -> None:
     calls.clear()
     loop.step([(request, 1)], highest_mode=PIECEWISE)
     assert calls == [1, 1]
-    assert steps_of(loop)["PIECEWISE"] == [1, 2]
+    assert loop.ran()["PIECEWISE"] == [1, 2]
 
 
 def test_two_runners_with_query_lengths_of_their_own() -> None:
@@ -444,7 +436,7 @@ def test_a_step_that_cannot_be_captured_runs_at_a_lower_mode(
     for _ in range(2):
         loop.step([(request, 1) for request in requests])
     loop.step([(request, 1) for request in requests[:2]])
-    assert steps_of(loop) == {"PIECEWISE": [4, 4], "FULL": [2]}
+    assert loop.ran() == {"PIECEWISE": [4, 4], "FULL": [2]}
     assert sum("cannot be captured" in record.message for record in caplog.records) == 1
 
 

@@ -106,14 +106,7 @@ def serve(loop: Loop) -> dict[str, list[int]]:
     loop.step([(first, 1), (second, 1)])
     loop.step([(second, 4)])
     loop.step(loop.grow(first))
-    return ran(loop)
-
-
-def ran(loop: Loop) -> dict[str, list[int]]:
-    sizes: dict[str, list[int]] = {}
-    for (mode, key), counts in loop.runner.report().by_key.items():
-        sizes.setdefault(mode.name, []).extend([key.num_tokens] * counts.steps)
-    return {mode: sorted(held) for mode, held in sizes.items() if held}
+    return loop.ran()
 
 
 SERVED = {
@@ -180,7 +173,7 @@ def test_captures_in_the_middle_of_serving_keep_what_caches_hold(again: str) -> 
     getattr(loop.runner, again)(progress=False)
     loop.step([(request, 1)])
     loop.step([(request, 5)])
-    assert ran(loop) == {"FULL": [1, 1], "PIECEWISE": [8, 8]}
+    assert loop.ran() == {"FULL": [1, 1], "PIECEWISE": [8, 8]}
 
 
 def test_weights_bound_anew_between_making_a_runner_and_its_capture() -> None:
@@ -218,7 +211,7 @@ def test_weights_that_are_tied_assigned_or_merged_in_place(mode: str) -> None:
         loop.done[request] = 0  # the cache holds what the old weights made
         loop.step([(request, 3)])
         loop.step([(request, 1)])
-    assert ran(loop) == {mode: [1] * 5 + [4] * 5}
+    assert loop.ran() == {mode: [1] * 5 + [4] * 5}
     if mode == "FULL":  # the reference reads weights anew; a GPU needs the three new captures
         for (_, key), counts in loop.runner.report().by_key.items():
             assert counts.captures == (4 if key.num_tokens in (1, 4) else 1)
@@ -289,7 +282,7 @@ def test_two_runners_of_one_compiled_model_take_turns() -> None:
         for loop, request in zip(loops, requests, strict=True):
             loop.step([(request, count)])
     for loop in loops:
-        assert ran(loop) == {"FULL": [1, 1], "PIECEWISE": [2, 4, 8]}
+        assert loop.ran() == {"FULL": [1, 1], "PIECEWISE": [2, 4, 8]}
 
 
 def test_plain_calls_and_a_runner_of_one_compiled_model_take_turns() -> None:
@@ -337,7 +330,7 @@ def test_a_step_that_attention_interrupts_can_be_run_again(mode: str) -> None:
         loop.runner.run(loop.batch([(request, 2)]))
     loop.step([(request, 2)])
     loop.step([(request, 1)])
-    assert sum(map(len, ran(loop).values())) == 3
+    assert sum(map(len, loop.ran().values())) == 3
 
 
 def test_an_error_at_one_size_names_itself() -> None:
@@ -387,7 +380,7 @@ def test_arrays_that_the_engine_overwrites_after_each_step() -> None:
             loop.done[request] += count
             expected = loop.model.dense(loop.tokens[request][: loop.done[request]])
             torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
-    assert ran(loop) == {"FULL": [2, 2, 2, 2], "PIECEWISE": [8, 8]}
+    assert loop.ran() == {"FULL": [2, 2, 2, 2], "PIECEWISE": [8, 8]}
 
 
 _KINDS: dict[str, Callable[[Any], Any]] = {
@@ -429,7 +422,7 @@ def test_batches_of_any_kind_of_integers_with_and_without_slots() -> None:
                 torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
         loop.done = [done + 1 for done in loop.done]
         steps += 2
-    assert sum(map(len, ran(loop).values())) == steps
+    assert sum(map(len, loop.ran().values())) == steps
 
 
 # --- state, randomness and what models return ---
@@ -511,7 +504,7 @@ def test_models_of_another_dtype(dtype: torch.dtype) -> None:
         assert logits.dtype is dtype
         expected = loop.model.dense(loop.tokens[request][: loop.done[request]])
         torch.testing.assert_close(logits[0], expected, rtol=1e-2, atol=2e-1)
-    assert ran(loop) == {"FULL": [1], "PIECEWISE": [4, 8]}
+    assert loop.ran() == {"FULL": [1], "PIECEWISE": [4, 8]}
 
 
 def test_control_flow_that_depends_on_the_size() -> None:
@@ -544,7 +537,7 @@ def test_limits_and_sizes_that_do_not_fit(limits: Any, sizes: list[int], expecte
     loop.runner.run(loop.batch([(requests[1], 1)]), highest_mode=NONE)  # a prompt
     loop.done[1] = 1
     loop.step([(request, 1) for request in requests][: min(limits)])
-    held = ran(loop)
+    held = loop.ran()
     held["NONE"].remove(1)
     assert {mode: steps for mode, steps in held.items() if steps} == expected
 
@@ -631,10 +624,10 @@ def test_guesses_of_which_some_requests_have_fewer(mode: str) -> None:
         loop.step(list(zip(requests, counts, strict=False)))
     mixed = [4, 4, 8, 8, 12, 24] if mode != "FULL_DECODE_ONLY" else [3, 4, 6, 6, 9, 16]
     if mode == "FULL":
-        assert ran(loop) == {"FULL": [4, 4, 4, 8, 8, 12, 12, 24]}
+        assert loop.ran() == {"FULL": [4, 4, 4, 8, 8, 12, 12, 24]}
     else:  # only whole requests of three tokens that are decodes
         other = "NONE" if mode == "FULL_DECODE_ONLY" else "PIECEWISE"
-        assert ran(loop) == {"FULL": [3, 9], other: mixed}
+        assert loop.ran() == {"FULL": [3, 9], other: mixed}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -801,4 +794,4 @@ def test_a_refused_step_leaves_the_cache_and_the_next_step_alone() -> None:
         torch.equal(layer.cache.keys, keys) for layer, keys in zip(layers, before, strict=True)
     )
     loop.step([(request, 1) for request in requests])
-    assert ran(loop) == {"FULL": [2], "PIECEWISE": [4]}
+    assert loop.ran() == {"FULL": [2], "PIECEWISE": [4]}

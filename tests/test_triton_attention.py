@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ragged import attend, bits
 
 from compile_backend.attention.kv_cache import LayerCache, store
 from compile_backend.attention.metadata import AttentionMetadata
@@ -116,29 +117,6 @@ def make_batch(case: Case, device: torch.device) -> Batch:
     )
 
 
-def dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec):
-    """The specification: the last `len(query)` of `len(keys)` tokens attend, in float64."""
-    group = spec.num_heads // spec.num_kv_heads
-    keys, values = (each.double().repeat_interleave(group, 1) for each in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * spec.scale
-    largest = scores.abs().max()
-    if spec.soft_cap is not None:
-        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-    key_positions = torch.arange(len(keys), device=query.device)
-    positions = key_positions[-len(query) :, None]
-    is_seen = key_positions <= positions
-    if spec.sliding_window is not None:
-        is_seen &= key_positions > positions - spec.sliding_window
-    weights = scores.masked_fill(~is_seen, float("-inf")).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, values), largest
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As integers, so that NaN equals itself."""
-    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    return tensor.contiguous().view(widths[tensor.element_size()])
-
-
 def check(case: Case, device: torch.device = CPU) -> None:
     batch = make_batch(case, device)
     metadata, cache = batch.metadata, batch.cache
@@ -167,7 +145,8 @@ def check(case: Case, device: torch.device = CPU) -> None:
         keys = cache.keys.double()[blocks, offsets] * cache.key_scale
         values = cache.values.double()[blocks, offsets] * cache.value_scale
         rows = slice(start, start + query_len)
-        expected, largest = dense(query[rows], keys, values, case.spec)
+        expected, scores = attend(query[rows], keys, values, case.spec)
+        largest = scores.abs().max()
         # The weights and the output are rounded to the dtype. An error of a score, a sum of
         # head_size products in float32, is a relative error of its weight; so is one of their sum.
         single = torch.finfo(torch.float32).eps
