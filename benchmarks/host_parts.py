@@ -31,12 +31,11 @@ from compile_backend import runner as runner_module
 from compile_backend.attention.builder import AttentionMetadataBuilder
 from compile_backend.attention.huggingface import paged_model
 from compile_backend.batch_loader import BatchLoader
+from compile_backend.dispatch import CudagraphDispatcher
 from compile_backend.full_steps import FullSteps
-from compile_backend.output_cut import OutputCut
 from compile_backend.runner import GraphModelRunner
 from compile_backend.step_inputs import StepInputs
 from compile_backend.weights import Weights
-from compile_backend.wrapper import CUDAGraphWrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,16 +44,13 @@ if TYPE_CHECKING:
 PARTS: tuple[tuple[Any, str, str], ...] = (
     (GraphModelRunner, "run", ""),
     (runner_module, "check_batch", "run"),
-    (GraphModelRunner, "_dispatch", "run"),
+    (CudagraphDispatcher, "dispatch", "run"),
     (FullSteps, "run", "run"),
-    (BatchLoader, "load", "FullSteps.run"),
-    (StepInputs, "begin", "load"),
-    (StepInputs, "put", "load"),
-    (AttentionMetadataBuilder, "fill", "load"),
-    (StepInputs, "send", "load"),
+    (BatchLoader, "write", "FullSteps.run"),
+    (StepInputs, "begin", "write"),
+    (AttentionMetadataBuilder, "fill", "write"),
     (Weights, "have_moved", "FullSteps.run"),
-    (CUDAGraphWrapper, "replay_held", "FullSteps.run"),
-    (OutputCut, "__call__", "FullSteps.run"),
+    (FullSteps, "_cut_held", "FullSteps.run"),
 )
 
 
@@ -88,11 +84,16 @@ def main() -> None:
         runner = make_runner(paged.module, paged, "FULL_DECODE_ONLY", list(DECODES))
         runner.capture(progress=False)
         works = [decode(number) for number in DECODES]
-        by_hand = captured_by_hand(paged.module, paged, works[0])
+        by_hand = [captured_by_hand(paged.module, paged, work) for work in works]
         print("| part | " + " | ".join(work.name for work in works) + " |")
         print("|---|" + "---|" * len(works))
-        print(f"| bare replay of one graph | {statistics.median(host_us(by_hand, 300)):.1f} | | |")
-        whole = [host_us(lambda work=work: runner.run(work.batch), 300) for work in works]
+        bare: list[list[float]] = [[] for _ in works]
+        whole: list[list[float]] = [[] for _ in works]
+        for _ in range(10):
+            for work, graph, bares, steps in zip(works, by_hand, bare, whole, strict=True):
+                bares.extend(host_us(graph, 30))
+                steps.extend(host_us(lambda work=work: runner.run(work.batch), 30))
+        show("replay of a graph captured by hand", bare)
         show("whole step", whole)
         originals = [getattr(owner, name) for owner, name, _ in PARTS]
         spent: list[list[list[float]]] = [[] for _ in PARTS]

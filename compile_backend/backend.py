@@ -25,6 +25,7 @@ from compile_backend.torch_internals import (
     backend_of,
     calling_compile,
     compile_behind,
+    ends_at_a_graph_break,
     reaching_the_user,
 )
 
@@ -85,6 +86,10 @@ class CudagraphModesBackend:
         """A deep copy of a compiled model goes on using this backend."""
         return self
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """A pickled model uses the backend of the process that reads it: graphs stay behind."""
+        return "cudagraph_modes" if self is cudagraph_modes else (type(self), ())
+
     def __init__(self) -> None:
         self._engines: dict[torch.device, GraphEngine] = {}
         self._compiled: dict[int, tuple[weakref.ref[object], _Compiled]] = {}
@@ -128,12 +133,20 @@ class CudagraphModesBackend:
         start = time.perf_counter()
         plan = plan_graph(graph_module, example_inputs, config)
         _tell(plan, compiled.warn_once)
-        built = build_graph(plan, config, self._engine(plan.device, config), compiled.warn_once)
+        built = build_graph(
+            plan,
+            config,
+            self._engine(plan.device, config),
+            compiled.warn_once,
+            is_whole=not ends_at_a_graph_break(graph_module),
+        )
         compiled.graphs.append(built)
         logger.info(
-            "%d pieces (%d distinct) and %d eager sections at %s in %.1f s; %d graphs planned",
+            "%d pieces (%d compiled, %d loaded) and %d eager sections at %s in %.1f s; "
+            "%d graphs planned",
             len(plan.split.pieces),
-            built.num_compiles,
+            built.counts.compiles,
+            built.counts.loads,
             len(plan.split.eager_sections),
             plan.mode.name,
             time.perf_counter() - start,
@@ -153,8 +166,8 @@ class CudagraphModesBackend:
             graphs=len(graphs),
             pieces=sum(len(plan.split.pieces) for plan in plans),
             eager_sections=sum(len(plan.split.eager_sections) for plan in plans),
-            compiles=sum(built.num_compiles for built in graphs),
-            compile_s=sum(built.compile_s for built in graphs),
+            compiles=sum(built.counts.compiles for built in graphs),
+            compile_s=sum(built.counts.compile_s for built in graphs),
             capture_s=sum(built.graph.stats.capture_s for built in graphs),
             mode_asked=tuple(dict.fromkeys(plan.asked.name for plan in plans)),
             mode_resolved=tuple(dict.fromkeys(plan.mode.name for plan in plans)),
@@ -162,6 +175,9 @@ class CudagraphModesBackend:
                 dict.fromkeys(str(d) for plan in plans for d in plan.resolution.downgrades)
             ),
             by_key=added_rows(built.graph.stats for built in graphs),
+            loads=sum(built.counts.loads for built in graphs),
+            load_s=sum(built.counts.load_s for built in graphs),
+            unstorable=sum(built.counts.unstorable for built in graphs),
         )
 
     def drop_graphs(self, compiled: object) -> None:

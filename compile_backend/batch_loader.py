@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from compile_backend import shortcuts
 from compile_backend.runner_batch import Batch, spread
 
 if TYPE_CHECKING:
@@ -38,7 +39,14 @@ class BatchLoader:
     def load(
         self, layout: Layout, batch: Batch, query_lens: npt.NDArray[np.int32], num_tokens: int
     ) -> None:
-        """Bring a batch to a layout's addresses, padding included.
+        """Bring a batch to a layout's addresses, padding included; see `write`."""
+        self.write(layout, batch, query_lens, num_tokens)
+        self.inputs.send(layout)
+
+    def write(
+        self, layout: Layout, batch: Batch, query_lens: npt.NDArray[np.int32], num_tokens: int
+    ) -> None:
+        """Write a batch to a layout's memory on the host, padding included.
 
         Args:
             layout: of the padded batch.
@@ -50,21 +58,23 @@ class BatchLoader:
             ValueError: an input is missing, unknown or of another shape, or attention finds the
                 batch contradictory.
         """
-        if batch.inputs.keys() != self._names:
-            raise ValueError(
-                f"the batch has inputs {sorted(batch.inputs)}, but input_spec names "
-                f"{sorted(self._names)}"
-            )
-        inputs, turn = self.inputs, self.inputs.begin()
-        from_device = []
-        for spec in self.specs:
-            size = spec.dim.of(num_tokens, len(query_lens))
-            later = inputs.put(layout.places[spec.name], batch.inputs[spec.name], size, turn)
-            if later is not None:
-                from_device.append(later)
+        inputs, specs, values = self.inputs, self.specs, batch.inputs
+        num_reqs = len(query_lens)
+        inputs.begin()
+        is_refill, inputs.held = inputs.held is layout, None
+        done = shortcuts.put_inputs(layout.rows, len(specs), values, num_tokens, num_reqs)
+        if done < len(specs) or len(values) > done:
+            if values.keys() != self._names:
+                raise ValueError(
+                    f"the batch has inputs {sorted(values)}, but input_spec names "
+                    f"{sorted(self._names)}"
+                )
+            for spec in specs[done:]:
+                size = spec.dim.of(num_tokens, num_reqs)
+                inputs.put(layout.places[spec.name], values[spec.name], size)
         if self.builder is not None:
-            self.builder.fill(batch.attention, query_lens, layout.arrays[turn])
-        inputs.send(layout, turn, from_device)
+            self.builder.fill(batch.attention, query_lens, layout.arrays, is_refill=is_refill)
+        inputs.held = layout
 
     def arguments(self, layout: Layout) -> tuple[torch.Tensor, ...]:
         """The model's inputs in a layout, in the order of their specs."""

@@ -166,6 +166,16 @@ class Pins:
             view.address = results[view.position].data_ptr()
         return results
 
+    def plain_copies(self, key: Hashable) -> list[tuple[int, torch.Tensor]] | None:
+        """Positions and static targets of a key's results, where copying them is all there is.
+
+        None for results in one memory or in that of an argument: there `pin` has to look.
+        """
+        held = self._keys.get(key)
+        if held is None or held.views or any(item.start is not None for item in held.copied):
+            return None
+        return [(item.members[0], item.target) for item in held.copied]
+
     def reset(self) -> None:
         """Forget every key."""
         self._keys.clear()

@@ -5,10 +5,15 @@ Everything a compiled graph needs is made here and handed to it; nothing is deci
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch.fx
+
+from compile_backend.attention.ops import WITHOUT_DISPATCHER
 from compile_backend.boundary import Pins, SharedBuffer
+from compile_backend.cache import ArtefactCache, cache_directory, cache_size_bytes
 from compile_backend.compiled_graph import CallRules, CompiledGraph, Programs
 from compile_backend.config import CUDAGraphMode
 from compile_backend.dispatch import CudagraphDispatcher
@@ -18,6 +23,7 @@ from compile_backend.outputs import OutputReturns
 from compile_backend.padding import RowPadding
 from compile_backend.piece_compiler import PieceCompiler
 from compile_backend.piecewise import PieceRunner, UncapturedRunner
+from compile_backend.replay_plan import make_plan
 from compile_backend.split import unwritten_outputs
 from compile_backend.stats import GraphStats
 from compile_backend.stitch import buffer_slots, stitch
@@ -31,7 +37,7 @@ if TYPE_CHECKING:
     from compile_backend.config import CompilationConfig
     from compile_backend.graph_engine import GraphEngine
     from compile_backend.once import WarnOnce
-    from compile_backend.piece_compiler import CompiledPiece
+    from compile_backend.piece_compiler import CompileCounts, CompiledPiece
     from compile_backend.plan import GraphPlan
     from compile_backend.split import Section
 
@@ -43,18 +49,23 @@ class BuiltGraph:
     Attributes:
         plan: how it was to run.
         graph: what Dynamo calls.
-        num_compiles: distinct pieces that were compiled.
-        compile_s: seconds that took.
+        counts: which pieces were compiled, and which read from disk.
+        is_whole: whether the graph goes on to the end of the function, with no graph break.
     """
 
     plan: GraphPlan
     graph: CompiledGraph
-    num_compiles: int
-    compile_s: float
+    counts: CompileCounts
+    is_whole: bool
 
 
 def build_graph(
-    plan: GraphPlan, config: CompilationConfig, engine: GraphEngine, warn_once: WarnOnce
+    plan: GraphPlan,
+    config: CompilationConfig,
+    engine: GraphEngine,
+    warn_once: WarnOnce,
+    *,
+    is_whole: bool,
 ) -> BuiltGraph:
     """Compile the pieces of a plan, wrap them, and put all together.
 
@@ -63,11 +74,9 @@ def build_graph(
         config: what the user asked for.
         engine: captures and replays on the plan's device.
         warn_once: shared by all graphs of one `torch.compile` call.
+        is_whole: see `BuiltGraph`.
     """
-    inductor_config = dict(config.inductor_compile_config)
-    if config.disable_cache:
-        inductor_config["force_disable_caches"] = True
-    compiler = PieceCompiler(config.piece_compiler, inductor_config)
+    compiler = _piece_compiler(config, warn_once)
     pieces = {piece.name: compiler.compile(piece) for piece in plan.split.pieces}
     stats = GraphStats()
     growth = _growth(plan)
@@ -94,7 +103,16 @@ def build_graph(
         has_graphs=plan.device.type in ("cpu", "cuda"),
         growth=growth,
     )
-    return BuiltGraph(plan, graph, compiler.num_distinct, compiler.compile_s)
+    return BuiltGraph(plan, graph, compiler.counts, is_whole)
+
+
+def _piece_compiler(config: CompilationConfig, warn_once: WarnOnce) -> PieceCompiler:
+    settings = dict(config.inductor_compile_config)
+    if config.disable_cache:
+        settings["force_disable_caches"] = True
+    max_bytes = 0 if config.disable_cache else cache_size_bytes()
+    cache = ArtefactCache(cache_directory(config.cache_dir), max_bytes, warn_once)
+    return PieceCompiler(config.piece_compiler, settings, cache if max_bytes else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +170,7 @@ def _programs(
     }
     plain = stitch(split, plain_calls, takes_list=frozenset(pieces))
     if not split.eager_sections:
-        return Programs(plain, None, None, ())
+        return Programs(plain, None, None, (), lambda _key: None)
     slots = buffer_slots(split)
     buffers = [SharedBuffer(plan.device) for _ in range(1 + max(slots.values(), default=0))]
     later: list[CUDAGraphWrapper] = []
@@ -166,7 +184,7 @@ def _programs(
             ],
             _may_view(plan, section),
         )
-        uncaptured = UncapturedRunner(call, pins, growth, tuple(later))
+        uncaptured = UncapturedRunner(call, pins, growth, tuple(later), _direct_call(section))
         if not section.is_piece or section.name in plan.uncapturable:
             runners[section.name] = uncaptured
             continue
@@ -185,7 +203,30 @@ def _programs(
         stitch(split, runners),
         stitch(split, {name: runner.without_running for name, runner in runners.items()}),
         tuple(runners.values()),
+        functools.partial(make_plan, split, runners),
     )
+
+
+def _direct_call(section: Section) -> Callable[..., Any] | None:
+    """A section that is one op of this package, called past torch's dispatcher; else None."""
+    nodes = section.module.graph.nodes
+    given = tuple(node for node in nodes if node.op == "placeholder")
+    calls = [node for node in nodes if node.op not in ("placeholder", "output")]
+    if len(calls) != 1 or section.outputs or calls[0].kwargs:
+        return None
+    call = WITHOUT_DISPATCHER.get(calls[0].target)
+    arguments = calls[0].args
+    constants = arguments[len(given) :]
+    if call is None or arguments[: len(given)] != given:
+        return None
+    if any(isinstance(item, torch.fx.Node) for item in constants):
+        return None
+
+    def run(*args: Any) -> tuple[()]:
+        call(*args, *constants)
+        return ()
+
+    return run
 
 
 def _called_with_arguments(call: Callable[..., Any], section: Section) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime as dt
 import json
 import logging
 import sys
@@ -19,16 +20,19 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from compile_backend.cache import ArtefactCache, cache_directory, cache_size_bytes
 from compile_backend.config import CompilationConfig, unavailable
 from compile_backend.errors import CaptureError, ConfigError
 from compile_backend.explain import explain
-from compile_backend.reports import facts, stats_facts, stats_keys
+from compile_backend.once import WarnOnce
+from compile_backend.reports import columns, facts, stats_facts, stats_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from rich.status import Status
 
+    from compile_backend.cache import Entry
     from compile_backend.explanation import Explanation
     from compile_backend.llm.comparison import Comparison
     from compile_backend.llm.loading import LoadedModel
@@ -100,6 +104,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_model_arguments(explaining)
     explaining.set_defaults(command=_explain)
+    caching = commands.add_parser(
+        "cache",
+        help="list or remove compiled pieces on disk",
+        description="List the compiled pieces that later processes load, or remove them.",
+    )
+    caching.add_argument(
+        "--cache-dir",
+        metavar="DIRECTORY",
+        help="what the option cache_dir was set to (default: the user's cache directory)",
+    )
+    caching.add_argument("--clear", action="store_true", help="remove them all")
+    _add_json_argument(caching)
+    caching.set_defaults(command=_cache)
     return parser
 
 
@@ -136,6 +153,10 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="options of the backend as a JSON object; without cudagraph_mode in it, "
         "FULL_AND_PIECEWISE is asked for",
     )
+    _add_json_argument(parser)
+
+
+def _add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of text and tables"
     )
@@ -219,6 +240,23 @@ def _explain(parsed: argparse.Namespace, progress: _Progress) -> int:
     return 0
 
 
+def _cache(parsed: argparse.Namespace, _progress: _Progress) -> int:
+    cache = ArtefactCache(cache_directory(parsed.cache_dir), cache_size_bytes(), WarnOnce())
+    entries = cache.clear() if parsed.clear else cache.entries()
+    if parsed.json:
+        _print_json(
+            {
+                "directory": str(cache.directory),
+                "removed" if parsed.clear else "count": len(entries),
+                "bytes": sum(entry.num_bytes for entry in entries),
+                "entries": [_entry_dict(entry) for entry in entries],
+            }
+        )
+    else:
+        _print_entries(cache, entries, is_cleared=parsed.clear)
+    return 0
+
+
 def _load(parsed: argparse.Namespace, progress: _Progress) -> LoadedModel:
     device = _device(parsed.device)
     with progress.phase(f"load {parsed.model}"):
@@ -289,6 +327,40 @@ class _LogLines(logging.Handler):
 
 def _print_json(value: object) -> None:
     print(json.dumps(value, indent=2))
+
+
+def _entry_dict(entry: Entry) -> dict[str, Any]:
+    return {
+        "file": entry.path.name,
+        "bytes": entry.num_bytes,
+        "used": _moment(entry.used),
+        **entry.label,
+    }
+
+
+def _moment(seconds: float) -> str:
+    return dt.datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
+
+
+def _print_entries(cache: ArtefactCache, entries: Sequence[Entry], *, is_cleared: bool) -> None:
+    out = Console()
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    pieces = f"{len(entries)} compiled pieces, {num_bytes / 2**20:.1f} MiB"
+    text = f"removed {pieces}" if is_cleared else pieces
+    out.print(f"{text} in {cache.directory}", markup=False, highlight=False, soft_wrap=True)
+    if entries and not is_cleared:
+        rows = [
+            (
+                entry.label.get("model", "?"),
+                entry.label.get("piece", "?"),
+                entry.label.get("ops", "?"),
+                f"{entry.num_bytes / 2**10:.0f} KiB",
+                _moment(entry.used),
+                entry.path.name[:8],
+            )
+            for entry in entries
+        ]
+        out.print(columns("Pieces", ("model", "piece", "ops", "size", "last used", "key"), rows))
 
 
 def _comparison_dict(

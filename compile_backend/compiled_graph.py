@@ -24,7 +24,7 @@ from compile_backend.context import (
     current_forward_context,
     enter_forward_context,
 )
-from compile_backend.errors import CaptureError
+from compile_backend.errors import CaptureError, number_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from compile_backend.padding import RowPadding
     from compile_backend.piecewise import PieceRunner, UncapturedRunner
     from compile_backend.plain_calls import BatchReader
+    from compile_backend.replay_plan import ReplayPlan
     from compile_backend.stats import GraphStats
     from compile_backend.wrapper import CUDAGraphWrapper
 
@@ -54,6 +55,9 @@ MAX_SHAPES_PER_SIZE = 16
 # otherwise capture for ever and hardly replay.
 MAX_MOVES_IN_A_ROW = 8
 
+# Steps of a key after which nobody tries to make a replay plan any more: warm-ups come first.
+MAX_PLAN_ATTEMPTS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Programs:
@@ -64,12 +68,14 @@ class Programs:
         piecewise: pieces through their wrappers, the rest pinned.
         capture_pieces: captures every piece and runs nothing; None where nothing is split.
         runners: the sections of `piecewise`.
+        plan: a key's replay plan, if it can have one now.
     """
 
     plain: Callable[[Sequence[Any]], tuple[Any, ...]]
     piecewise: Callable[[Sequence[Any]], tuple[Any, ...]] | None
     capture_pieces: Callable[[Sequence[Any]], tuple[Any, ...]] | None
     runners: tuple[PieceRunner | UncapturedRunner, ...]
+    plan: Callable[[BatchDescriptor], ReplayPlan | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,16 @@ class CallRules:
     sizes: frozenset[int]
     is_lazy: bool
 
+    def remedy(self, batch: BatchDescriptor, args: Sequence[Any]) -> str:
+        """What gives a graph to a call whose size has none."""
+        adding = "add it to cudagraph_capture_sizes"
+        # Padding was tried, or has nothing to reach.
+        if self.padded is not None or batch.num_tokens > max(self.sizes):
+            return adding
+        if self.reader.num_rows(args) == 1:
+            return f"{adding}; padding is no help, since 1 row is compiled for 1 row only"
+        return f"{adding}, or set cudagraph_pad_inputs=True and compile with dynamic=True"
+
 
 class CompiledGraph:
     """Runs one compiled graph at the mode and key of each call.
@@ -108,6 +124,10 @@ class CompiledGraph:
         needs_grad: whether somebody may ask for gradients; then nothing is captured.
         has_graphs: whether the device has graphs; else every call runs at NONE.
         growth: how many times larger tensors may be at other keys, by key.
+
+    Attributes:
+        stats: counts.
+        recorder: told of every step that ran by a replay plan: its key, arguments and outputs.
     """
 
     def __init__(
@@ -140,7 +160,12 @@ class CompiledGraph:
         self._captured_ahead: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self._num_shapes: Counter[tuple[CUDAGraphMode, int]] = Counter()
         self._moves_in_a_row: Counter[BatchDescriptor] = Counter()
+        self._plans: dict[BatchDescriptor, ReplayPlan] = {}
+        self._plan_attempts: Counter[BatchDescriptor] = Counter()
         self.stats = stats
+        self.recorder: Callable[[BatchDescriptor, Sequence[Any], Sequence[Any]], None] | None = (
+            None
+        )
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the graph on the inputs that Dynamo passes."""
@@ -184,6 +209,7 @@ class CompiledGraph:
         self._captured_ahead.clear()
         self._num_shapes.clear()
         self._moves_in_a_row.clear()
+        self._forget_plans()
 
     def _plain_call(self, args: Sequence[Any]) -> Sequence[Any]:
         rules = self._rules
@@ -194,7 +220,7 @@ class CompiledGraph:
                 padded = self._padded_call(batch, args)
                 if padded is not None:
                     return padded
-            self._tell_without_graph(batch)
+            self._tell_without_graph(batch, args)
             return self._without_graph(batch, args)
         return self._with_graph(mode, rules.reader.with_sizes(key, args), args, ForwardContext())
 
@@ -206,21 +232,21 @@ class CompiledGraph:
         mode, key = rules.padded.dispatch(batch)
         if mode is _NONE:
             return None
-        rows = rules.padding.rows(args, batch.num_tokens, key.num_tokens)
-        if rows is None or self._inputs.overlaps(None, args):
-            reason = rules.padding.impossible or f"{batch.num_tokens} tokens make no whole rows"
-            self._warn_once(
-                logger, "padding", "calls cannot be padded to a capture size: %s", reason
-            )
+        refusal = rules.padding.refusal(args, batch.num_tokens, key.num_tokens)
+        if refusal is None and self._inputs.overlaps(None, args):
+            refusal = "a tensor that is written shares memory with another input"
+        if refusal is not None:
+            text = "a call cannot be padded to a capture size (told once): %s"
+            self._warn_once(logger, ("padding", refusal), text, refusal)
             return None
-        grown = rules.padding.pad(args, rows)
+        grown = rules.padding.pad(args, rules.padding.rows(args, batch.num_tokens, key.num_tokens))
         key = rules.reader.with_sizes(key, grown)
         outputs = self._with_graph(mode, key, grown, ForwardContext())
         self.stats.at(mode, graph_key(mode, key)).padding += key.num_tokens - batch.num_tokens
         rules.padding.show_writes(args, grown, self._inputs.written_back)
         return rules.padding.cut(outputs, args)
 
-    def _tell_without_graph(self, batch: BatchDescriptor) -> None:
+    def _tell_without_graph(self, batch: BatchDescriptor, args: Sequence[Any]) -> None:
         """Say once why a call found no key."""
         if not batch.num_tokens or not self._rules.sizes:
             return
@@ -228,17 +254,18 @@ class CompiledGraph:
             self._warn_once(
                 logger,
                 "no decode",
-                "a call of %d tokens runs without a CUDA graph since the mode has graphs of that "
+                "a call of %s runs without a CUDA graph since the mode has graphs of that "
                 "size for uniform decode batches only (told once)",
-                batch.num_tokens,
+                number_of("token", batch.num_tokens),
             )
             return
+        remedy = self._rules.remedy(batch, args)
         self._warn_once(
             logger,
-            "no key",
-            "a call of %d tokens runs without a CUDA graph since that is no capture size "
-            "(told once); add it to cudagraph_capture_sizes, or set cudagraph_pad_inputs=True",
-            batch.num_tokens,
+            ("no key", remedy),
+            "a call of %s runs without a CUDA graph since that is no capture size (told once); %s",
+            number_of("token", batch.num_tokens),
+            remedy,
         )
 
     def _without_graph(self, batch: BatchDescriptor, args: Sequence[Any]) -> Sequence[Any]:
@@ -273,14 +300,72 @@ class CompiledGraph:
             if self._inputs.overlaps(key, args):
                 return self._without_graph(key, args)
             stats = self.stats.at(mode, key)
-            graph = self._full.replay_held(key) if mode is _FULL else None
-            if graph is not None:
-                self._inputs.write_back(static_args, args)
-                outputs: Sequence[Any] = graph.outputs
-            else:
+            outputs = self._replay(mode, key, static_args, args, context)
+            if outputs is None:
                 outputs = self._run(mode, key, static_args, args, context)
             stats.steps += 1
-            return self._outputs.give((mode, key), outputs, static_args, args)
+            returned = self._outputs.give((mode, key), outputs, static_args, args)
+        if self.recorder is not None and mode is _PIECEWISE and key in self._plans:
+            self.recorder(key, args, returned)
+        return returned
+
+    def repeat(self, key: BatchDescriptor, args: Sequence[Any], metadata: Any) -> Any | None:
+        """A step at PIECEWISE on the very arguments of an earlier one, past Dynamo.
+
+        Args:
+            key: that the recorder was told.
+            args: likewise; whoever calls knows that all are where they were.
+            metadata: of attention in this step.
+
+        Returns:
+            The outputs; None without a replay plan.
+        """
+        with self._one_at_a_time:
+            plan = self._plans.get(key)
+            if plan is None:
+                return None
+            outputs = self._run_plan(plan, key, args, ForwardContext(metadata))
+            stats = self.stats.at(_PIECEWISE, key)
+            stats.replays += plan.num_replays
+            stats.steps += 1
+            return self._outputs.give((_PIECEWISE, key), outputs, args, args)
+
+    def _replay(
+        self,
+        mode: CUDAGraphMode,
+        key: BatchDescriptor,
+        static_args: list[Any],
+        args: Sequence[Any],
+        context: ForwardContext,
+    ) -> Sequence[Any] | None:
+        """Replay what the key holds for the whole step; None where that is not ready."""
+        if mode is _FULL:
+            graph = self._full.graph_to_replay(key)
+            if graph is None:
+                return None
+            graph.replay()
+            outputs: Sequence[Any] = graph.outputs
+            num_replays = 1
+        else:
+            plan = self._plans.get(key)
+            if plan is None:
+                return None
+            outputs = self._run_plan(plan, key, static_args, context)
+            num_replays = plan.num_replays
+        self.stats.at(mode, key).replays += num_replays
+        self._inputs.write_back(static_args, args)
+        return outputs
+
+    def _run_plan(
+        self,
+        plan: ReplayPlan,
+        key: BatchDescriptor,
+        static_args: Sequence[Any],
+        context: ForwardContext,
+    ) -> Sequence[Any]:
+        own = ForwardContext(context.attn_metadata, _PIECEWISE, key, context.extra)
+        with enter_forward_context(own):
+            return plan.program(static_args)
 
     def _run(
         self,
@@ -295,13 +380,32 @@ class CompiledGraph:
         self._remember(own, static_args)
         try:
             with enter_forward_context(own), self._engine.session():
+                outputs: Sequence[Any]
                 if mode is _FULL:
-                    outputs: Sequence[Any] = self._full(*static_args)
+                    outputs = self._full(*static_args)
                     return outputs
                 assert self._programs.piecewise is not None
-                return self._programs.piecewise(static_args)
+                outputs = self._programs.piecewise(static_args)
+            self._try_to_plan(key)
+            return outputs
         finally:
             self._inputs.write_back(static_args, args)
+
+    def _try_to_plan(self, key: BatchDescriptor) -> None:
+        """Make the key's replay plan once every piece holds its graph."""
+        if self._plan_attempts[key] >= MAX_PLAN_ATTEMPTS or current_capture_session() is not None:
+            return
+        self._plan_attempts[key] += 1
+        plan = self._programs.plan(key)
+        if plan is not None:
+            self._plans[key] = plan
+
+    def _forget_plans(self, key: BatchDescriptor | None = None) -> None:
+        for held in (self._plans, self._plan_attempts):
+            if key is None:
+                held.clear()
+            else:
+                held.pop(key, None)
 
     def _may_run(self, mode: CUDAGraphMode, key: BatchDescriptor) -> bool:
         """Whether a key has graphs, or may get them now."""
@@ -313,18 +417,18 @@ class CompiledGraph:
             self._warn_once(
                 logger,
                 "not captured",
-                "a call of %d tokens runs without a CUDA graph since its key was not captured "
+                "a call of %s runs without a CUDA graph since its key was not captured "
                 "ahead (told once); call the model with that size inside capture()",
-                key.num_tokens,
+                number_of("token", key.num_tokens),
             )
             return False
         if self._num_shapes[mode, key.num_tokens] == MAX_SHAPES_PER_SIZE:
             self._warn_once(
                 logger,
                 "shapes",
-                "calls of %d tokens came in more than %d shapes; further ones run without CUDA "
+                "calls of %s came in more than %d shapes; further ones run without CUDA "
                 "graphs (told once); keep the other sizes fixed, such as that of a mask",
-                key.num_tokens,
+                number_of("token", key.num_tokens),
                 MAX_SHAPES_PER_SIZE,
             )
             return False
@@ -374,6 +478,7 @@ class CompiledGraph:
         for runner in self._programs.runners:
             runner.drop(key)
         self._outputs.reset()
+        self._forget_plans(key)
         self._moves_in_a_row[key] += 1
         if self._moves_in_a_row[key] == MAX_MOVES_IN_A_ROW:
             self._warn_once(

@@ -8,6 +8,8 @@ resolved from them lives elsewhere and is never written back.
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -15,13 +17,18 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from compile_backend.errors import ConfigError
+from compile_backend.errors import ConfigError, shown
 from compile_backend.support import AttentionCGSupport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import TypeVar
 
     _Check = Callable[[str, Any], Any]
+    _Owner = TypeVar("_Owner")
+
+MAX_TOKENS = 1 << 20
+"""Most tokens of a batch that graphs are made for: tables over all sizes below grow with it."""
 
 
 class CUDAGraphMode(Enum):
@@ -37,8 +44,12 @@ class CUDAGraphMode(Enum):
     FULL_AND_PIECEWISE = (FULL, PIECEWISE)
 
     @classmethod
-    def parse(cls, value: str | CUDAGraphMode) -> CUDAGraphMode:
+    def parse(cls, value: str | CUDAGraphMode, *, option: str = "cudagraph_mode") -> CUDAGraphMode:
         """The mode that a name (in any case) or a member means.
+
+        Args:
+            value: a name or a member.
+            option: what the user set to it.
 
         Raises:
             ConfigError: it means none.
@@ -48,7 +59,7 @@ class CUDAGraphMode(Enum):
             if name in (mode, mode.name):
                 return mode
         names = ", ".join(mode.name for mode in cls)
-        raise ConfigError("cudagraph_mode", value, "is not a mode", f"use one of {names}")
+        raise ConfigError(option, value, "is not a mode", f"use one of {names}")
 
     def separate_routine(self) -> bool:
         """Whether uniform decode batches and the others have graphs of their own."""
@@ -104,6 +115,31 @@ def _at_least(minimum: int) -> _Check:
     return check
 
 
+def too_many_tokens(option: str, value: object, what: str = "") -> ConfigError:
+    """The error for a number of tokens, or of requests, above `MAX_TOKENS`.
+
+    Args:
+        option: what the user set.
+        value: to this.
+        what: follows from it and is too many, as the start of a sentence; the value itself if "".
+    """
+    problem = f"is more than {MAX_TOKENS}, the most tokens of a batch that graphs are made for"
+    fix = f"stay at or below {MAX_TOKENS}; larger batches run without a graph"
+    return ConfigError(option, value, f"{what} {problem}".strip(), fix)
+
+
+def _number_of_tokens(minimum: int) -> _Check:
+    check_minimum = _at_least(minimum)
+
+    def check(option: str, value: Any) -> int:
+        number: int = check_minimum(option, value)
+        if number > MAX_TOKENS:
+            raise too_many_tokens(option, value)
+        return number
+
+    return check
+
+
 def _one_of(*choices: str) -> _Check:
     def check(option: str, value: Any) -> str:
         if value not in choices:
@@ -124,8 +160,19 @@ def _sizes(option: str, value: Any) -> tuple[int, ...]:
         raise ConfigError(option, value, "must hold positive integers only", "use (4, 8)")
     ascending = tuple(sorted(set(value)))
     if tuple(value) != ascending:
-        raise ConfigError(option, value, "must ascend", f"use {ascending}")
+        raise ConfigError(option, value, "must ascend", f"use {shown(ascending)}")
     return ascending
+
+
+def _capture_sizes(option: str, value: Any) -> tuple[int, ...]:
+    # Ranges are sequences too, and may be too long to look at.
+    if isinstance(value, Sequence) and len(value) > MAX_TOKENS:
+        problem = f"holds {len(value)} sizes, but there are only {MAX_TOKENS} below the limit"
+        raise ConfigError(option, value, problem, "use a few, such as (1, 2, 4, 8)")
+    sizes = _sizes(option, value)
+    if sizes and sizes[-1] > MAX_TOKENS:
+        raise too_many_tokens(option, value, f"holds {sizes[-1]}, which")
+    return sizes
 
 
 def _op_names(option: str, value: Any) -> tuple[str, ...]:
@@ -156,9 +203,18 @@ def _levels(option: str, value: Any) -> Mapping[str, AttentionCGSupport]:
     return MappingProxyType(levels)
 
 
-def _function(option: str, value: Any) -> Any:
+def _function_of_one(option: str, value: Any) -> Any:
     if not callable(value):
         raise ConfigError(option, value, "must be callable", "use a function or None")
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # some builtins tell nothing
+        return value
+    try:
+        signature.bind(())
+    except TypeError as error:
+        fix = "take one argument, the tuple of the call's tensors"
+        raise ConfigError(option, value, f"cannot be called with one ({error})", fix) from None
     return value
 
 
@@ -178,6 +234,20 @@ def _reject_unknown(options: Mapping[Any, Any], owner: type[Any]) -> None:
             raise ConfigError(str(name), value, "is not an option", valid)
 
 
+def _refusing_unknown(owner: type[_Owner]) -> type[_Owner]:
+    """The class with an `__init__` that answers an unknown option with the close one."""
+    initialise = owner.__init__
+
+    @functools.wraps(initialise)
+    def checked(self: _Owner, *args: Any, **options: Any) -> None:
+        _reject_unknown(options, owner)
+        initialise(self, *args, **options)
+
+    owner.__init__ = checked  # type: ignore[method-assign, assignment]
+    return owner
+
+
+@_refusing_unknown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassConfig:
     """Which graph rewrites to run; all are off by default."""
@@ -204,16 +274,16 @@ def _pass_config(option: str, value: Any) -> PassConfig:
 # The checks of all options but the bools.
 _CHECKS: Mapping[str, _Check] = {
     "cudagraph_mode": _optional(lambda _, value: CUDAGraphMode.parse(value)),
-    "cudagraph_capture_sizes": _optional(_sizes),
-    "max_cudagraph_capture_size": _optional(_at_least(1)),
+    "cudagraph_capture_sizes": _optional(_capture_sizes),
+    "max_cudagraph_capture_size": _optional(_number_of_tokens(1)),
     "cudagraph_capture": _one_of("lazy", "ahead"),
     # A graph of code that never ran would capture its lazy initialisation.
     "cudagraph_num_of_warmups": _at_least(1),
     "splitting_ops": _optional(_op_names),
     "attention_support": _optional(_levels),
-    "num_speculative_tokens": _at_least(0),
-    "max_num_seqs": _at_least(1),
-    "describe_batch": _optional(_function),
+    "num_speculative_tokens": _number_of_tokens(0),
+    "max_num_seqs": _number_of_tokens(1),
+    "describe_batch": _optional(_function_of_one),
     "piece_compiler": _one_of("inductor", "eager"),
     "inductor_compile_config": _mapping,
     "compile_sizes": _sizes,
@@ -225,6 +295,7 @@ _CHECKS: Mapping[str, _Check] = {
 }
 
 
+@_refusing_unknown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilationConfig:
     """The options of the backend, checked.
@@ -232,7 +303,7 @@ class CompilationConfig:
     Modes and levels may be given by name, tuples as lists, and `pass_config` as a mapping.
 
     Raises:
-        ConfigError: an option holds what it cannot hold.
+        ConfigError: an option is unknown, or holds what it cannot hold.
     """
 
     cudagraph_mode: CUDAGraphMode | None = None
@@ -277,7 +348,7 @@ class CompilationConfig:
             raise ConfigError(
                 "max_cudagraph_capture_size",
                 maximum,
-                f"is not the largest of cudagraph_capture_sizes={sizes}",
+                f"is not the largest of cudagraph_capture_sizes={shown(sizes)}",
                 f"use {sizes[-1]} or leave it out",
             )
 
@@ -323,7 +394,6 @@ _UNAVAILABLE = (
     _Unavailable("inductor_passes", bool, "leave it out"),
     _Unavailable("compile_sizes", bool, "leave it out: pieces take every size"),
     _Unavailable("compile_ranges_endpoints", bool, "leave it out: pieces take every size"),
-    _Unavailable("cache_dir", lambda path: path is not None, "leave it out"),
 )
 
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from compile_backend.batch import BatchDescriptor
 from compile_backend.config import CUDAGraphMode
 from compile_backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping
     from contextlib import AbstractContextManager
-
-    from compile_backend.batch import BatchDescriptor
 
 
 class CaptureSession(Protocol):
@@ -115,7 +114,7 @@ def current_capture_session() -> CaptureSession | None:
 def set_forward_context(
     attn_metadata: Any = None,
     *,
-    cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    cudagraph_runtime_mode: CUDAGraphMode | str = CUDAGraphMode.NONE,
     batch_descriptor: BatchDescriptor | None = None,
     **extra: Any,
 ) -> Iterator[ForwardContext]:
@@ -123,13 +122,28 @@ def set_forward_context(
 
     Args:
         attn_metadata: given to attention ops through `get_forward_context()`.
-        cudagraph_runtime_mode: the mode that a dispatcher chose for this batch.
+        cudagraph_runtime_mode: the mode that a dispatcher chose for this batch, or its name.
         batch_descriptor: the batch that it returned; needed by every mode but NONE.
         **extra: further facts for custom ops.
 
     Raises:
-        ConfigError: the mode is no runtime mode, or a mode other than NONE lacks its batch.
+        ConfigError: the mode is no runtime mode, a mode other than NONE lacks its batch, or the
+            batch is something else.
     """
+    if not isinstance(cudagraph_runtime_mode, CUDAGraphMode):
+        cudagraph_runtime_mode = CUDAGraphMode.parse(
+            cudagraph_runtime_mode, option="cudagraph_runtime_mode"
+        )
+    _check_step(cudagraph_runtime_mode, batch_descriptor)
+    context = ForwardContext(attn_metadata, cudagraph_runtime_mode, batch_descriptor, extra)
+    token = _STEP.set(_Step(context, _STEP.get().session, SetBy.USER))
+    try:
+        yield context
+    finally:
+        _STEP.reset(token)
+
+
+def _check_step(cudagraph_runtime_mode: CUDAGraphMode, batch_descriptor: object) -> None:
     if not cudagraph_runtime_mode.is_valid_runtime_mode():
         raise ConfigError(
             "cudagraph_runtime_mode",
@@ -144,12 +158,13 @@ def set_forward_context(
             f"is missing for mode {cudagraph_runtime_mode.name}",
             "pass the descriptor that CudagraphDispatcher.dispatch returned with the mode",
         )
-    context = ForwardContext(attn_metadata, cudagraph_runtime_mode, batch_descriptor, extra)
-    token = _STEP.set(_Step(context, _STEP.get().session, SetBy.USER))
-    try:
-        yield context
-    finally:
-        _STEP.reset(token)
+    if batch_descriptor is not None and not isinstance(batch_descriptor, BatchDescriptor):
+        raise ConfigError(
+            "batch_descriptor",
+            batch_descriptor,
+            "is no BatchDescriptor",
+            "pass BatchDescriptor(num_tokens=..., num_reqs=...)",
+        )
 
 
 @contextlib.contextmanager

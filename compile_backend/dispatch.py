@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compile_backend.batch import BatchDescriptor, graph_key
-from compile_backend.config import CUDAGraphMode
+from compile_backend.config import MAX_TOKENS, CUDAGraphMode, too_many_tokens
 from compile_backend.errors import CaptureError, ConfigError
 from compile_backend.sizes import PaddingTable, capture_sizes
 
@@ -75,17 +75,19 @@ class CudagraphDispatcher:
         self._largest = -1
 
     def initialize_cudagraph_keys(
-        self, mode: CUDAGraphMode, uniform_decode_query_len: int | None = None
+        self, mode: CUDAGraphMode | str, uniform_decode_query_len: int | None = None
     ) -> None:
         """Make the keys of a resolved mode, in place of any made before.
 
         Args:
-            mode: what the model supports.
+            mode: what the model supports, or its name.
             uniform_decode_query_len: replaces the one given at construction.
 
         Raises:
-            ConfigError: no capture size is large enough for one uniform decode request.
+            ConfigError: no capture size is large enough for one uniform decode request, or there
+                is no such mode.
         """
+        mode = CUDAGraphMode.parse(mode)
         query_len = self._query_len
         if uniform_decode_query_len is not None:
             query_len = uniform_decode_query_len
@@ -122,7 +124,7 @@ class CudagraphDispatcher:
         *,
         use_cascade_attn: bool = False,
         all_decode: bool | None = None,
-        highest_mode: CUDAGraphMode | None = None,
+        highest_mode: CUDAGraphMode | str | None = None,
     ) -> Route:
         """The mode a batch runs at, and the key whose graph it takes.
 
@@ -134,15 +136,18 @@ class CudagraphDispatcher:
             descriptor: the batch before padding.
             use_cascade_attn: the attention of this step cannot be captured.
             all_decode: False says that a request of this batch is no decode, whatever its length.
-            highest_mode: never go above this mode of a single batch.
+            highest_mode: never go above this mode of a single batch, or the one of this name.
 
         Returns:
             The mode, and the key with its padded size and the `extra` of the batch.
 
         Raises:
             CaptureError: there are no keys yet.
+            ConfigError: there is no such mode.
             ValueError: the batch is contradictory.
         """
+        if isinstance(highest_mode, str):
+            highest_mode = CUDAGraphMode.parse(highest_mode, option="highest_mode")
         num_tokens, num_reqs, uniform, has_lora, num_loras, extra = descriptor
         if not 0 <= num_reqs <= num_tokens <= self._largest or highest_mode is _NONE:
             return self._without_graph(descriptor)
@@ -164,12 +169,14 @@ class CudagraphDispatcher:
             return mode, BatchDescriptor(*key[:5], extra)
         return route
 
-    def keys(self, mode: CUDAGraphMode) -> frozenset[BatchDescriptor]:
+    def keys(self, mode: CUDAGraphMode | str) -> frozenset[BatchDescriptor]:
         """The keys of PIECEWISE or FULL; none for NONE.
 
         Raises:
             CaptureError: there are no keys yet.
+            ConfigError: there is no such mode.
         """
+        mode = CUDAGraphMode.parse(mode, option="mode")
         assert mode.is_valid_runtime_mode(), f"{mode.name} is no mode of a single batch"
         return self._initialized_keys().get(mode, frozenset())
 
@@ -259,3 +266,5 @@ class CudagraphDispatcher:
 def _check_limit(option: str, value: int, minimum: int) -> None:
     if value < minimum:
         raise ConfigError(option, value, "is too small", f"use {minimum} or more")
+    if value > MAX_TOKENS:
+        raise too_many_tokens(option, value)

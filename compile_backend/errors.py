@@ -1,4 +1,4 @@
-"""The errors a user meets: each says what is wrong and what to do.
+"""The errors a user meets: each says what is wrong and what to do. How messages show values.
 
 This file refuses to know where errors are raised.
 """
@@ -6,6 +6,26 @@ This file refuses to know where errors are raised.
 from __future__ import annotations
 
 from enum import Enum
+
+_MOST_SHOWN = 400
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: members by name, and what is long in short.
+
+    What takes several lines, such as a model or a tensor, is named by its class.
+    """
+    if isinstance(value, Enum):
+        return value.name
+    text = repr(value)
+    if "\n" in text:
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def number_of(thing: str, count: int) -> str:
+    """A count in words: `1 token`, `2 tokens`."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 class ConfigError(ValueError):
@@ -26,8 +46,7 @@ class ConfigError(ValueError):
         self.fix = fix
 
     def __str__(self) -> str:
-        shown = self.value.name if isinstance(self.value, Enum) else repr(self.value)
-        return f"{self.option}={shown} {self.problem}; {self.fix}"
+        return f"{self.option}={shown(self.value)} {self.problem}; {self.fix}"
 
 
 class CaptureError(RuntimeError):

@@ -18,7 +18,7 @@ import torch
 from compile_backend.config import CompilationConfig, CUDAGraphMode, unavailable
 from compile_backend.explanation import Cut, DistinctPiece, Explanation, GraphExplanation, KeySizes
 from compile_backend.inputs import InputClass
-from compile_backend.piece_compiler import structural_key
+from compile_backend.piece_key import structural_key
 from compile_backend.plan import plan_graph
 
 if TYPE_CHECKING:

@@ -1,13 +1,13 @@
 """Steps that are one graph: captured for their key, and replayed without the model's Python.
 
-A replay copies inputs, looks whether weights are where they were, and replays. It asks nobody
-which key to take.
+A step writes its inputs to the host's block, looks whether weights are where they were, and
+replays; the graph itself begins with the copy to the device. Nobody here chooses the key.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +19,10 @@ from compile_backend.context import (
     SetBy,
     current_capture_session,
     enter_forward_context,
+    get_forward_context,
 )
 from compile_backend.errors import CaptureError
+from compile_backend.torch_internals import tree_map
 from compile_backend.wrapper import CUDAGraphWrapper
 
 if TYPE_CHECKING:
@@ -32,24 +34,40 @@ if TYPE_CHECKING:
     from compile_backend.batch import BatchDescriptor
     from compile_backend.batch_loader import BatchLoader
     from compile_backend.config import CompilationConfig
-    from compile_backend.graph_engine import GraphEngine
+    from compile_backend.graph_engine import GraphEngine, StaticGraph
     from compile_backend.once import WarnOnce
     from compile_backend.output_cut import OutputCut
     from compile_backend.runner_batch import Batch
-    from compile_backend.stats import GraphStats
+    from compile_backend.stats import GraphStats, KeyStats
     from compile_backend.step_inputs import Layout
     from compile_backend.weights import Weights
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+# How many cuts of one graph's outputs are kept, a few hundred bytes each.
+_MOST_CUTS = 256
+
+
+@dataclass(slots=True)
 class _FullStep:
-    """What a key's graph reads: its inputs, and its metadata."""
+    """What a key's graph reads, and the graph.
+
+    Attributes:
+        layout: its inputs.
+        arguments: those of the model.
+        context: what its attention reads.
+        stats: the counts of its key.
+        graph: what to replay; None while a call must look.
+        cuts: its outputs without padding, by tokens and requests.
+    """
 
     layout: Layout
     arguments: tuple[torch.Tensor, ...]
     context: ForwardContext
+    stats: KeyStats
+    graph: StaticGraph | None = None
+    cuts: dict[tuple[int, int], Any] = field(default_factory=dict)
 
 
 class FullSteps:
@@ -77,15 +95,17 @@ class FullSteps:
         cut: OutputCut,
         warn_once: WarnOnce,
     ) -> None:
+        self._call = call
         self._loader = loader
         self._engine = engine
         self._strict = config.strict
         self._weights = weights
         self._cut = cut
         self._warn_once = warn_once
+        self._stats = stats
         self._steps: dict[BatchDescriptor, _FullStep] = {}
         self._wrapper = CUDAGraphWrapper(
-            call,
+            self._send_and_call,
             CUDAGraphMode.FULL,
             engine=engine,
             name="the whole model",
@@ -99,9 +119,12 @@ class FullSteps:
 
     def may_run(self, key: BatchDescriptor) -> bool:
         """Whether a key has a graph, or may still get one; tells once why others may not."""
+        step = self._steps.get(key)
+        if step is not None and step.graph is not None:
+            return True
         if self._wrapper.failure(key) is not None:
             return False
-        if key in self._steps or not key.extra:
+        if step is not None or not key.extra:
             return True
         alike = sum(bool(held.extra) and held[:2] == key[:2] for held in self._steps)
         if alike < MAX_SHAPES_PER_SIZE:
@@ -138,36 +161,61 @@ class FullSteps:
         num_tokens: int,
     ) -> Any:
         """One step at a key; its results are cut to the batch, and valid until the next step."""
-        step = self._step(key)
-        self._loader.load(step.layout, batch, query_lens, num_tokens)
+        step = self._steps.get(key) or self._step(key)
+        self._loader.write(step.layout, batch, query_lens, num_tokens)
         builder = self._loader.builder
         if builder is not None and builder.plans_every_step:
             builder.build_for_graph(step.layout.tensors, key, batch.attention, query_lens)
         if self._weights.have_moved():
             self._drop()
-        graph = self._wrapper.replay_held(key)
-        if graph is not None:
-            outputs = graph.outputs
+        stats, num_reqs = step.stats, len(query_lens)
+        if step.graph is None:
+            outputs = self._cut(self._run_wrapped(key, step), num_tokens, num_reqs)
         else:
-            context = enter_forward_context(step.context, SetBy.RUNNER)
-            no_grad = torch.no_grad()
-            with torch.inference_mode(False), no_grad, context, self._engine.session():
-                outputs = self._wrapper(*step.arguments)
-        return self._cut(outputs, num_tokens, len(query_lens))
+            step.graph.replay()
+            stats.replays += 1
+            outputs = self._cut_held(step, num_tokens, num_reqs)
+        stats.steps += 1
+        stats.padding += key.num_tokens - num_tokens
+        return outputs
+
+    def _run_wrapped(self, key: BatchDescriptor, step: _FullStep) -> Any:
+        context = enter_forward_context(step.context, SetBy.RUNNER)
+        with torch.inference_mode(False), torch.no_grad(), context, self._engine.session():
+            outputs = self._wrapper(*step.arguments)
+        step.graph = self._wrapper.graph_to_replay(key)
+        return outputs
+
+    def _cut_held(self, step: _FullStep, num_tokens: int, num_reqs: int) -> Any:
+        """What was captured, cut as often before: new tensors on the same memory."""
+        assert step.graph is not None
+        held = step.cuts.get((num_tokens, num_reqs))
+        if held is None:
+            if len(step.cuts) >= _MOST_CUTS:
+                step.cuts.clear()
+            held = self._cut(step.graph.outputs, num_tokens, num_reqs)
+            step.cuts[num_tokens, num_reqs] = held
+        return held.detach() if isinstance(held, torch.Tensor) else tree_map(_new_tensor, held)
 
     def _step(self, key: BatchDescriptor) -> _FullStep:
-        step = self._steps.get(key)
-        if step is None:
-            layout = self._loader.inputs.layout(key.num_tokens, key.num_reqs)
-            builder = self._loader.builder
-            # Whoever prepares for the graph may read the tensors: not those of another key's step.
-            batch = self._loader.capture_batch(key.num_tokens, key.num_reqs)
-            self._loader.load(layout, batch, batch.query_lens, int(batch.query_lens.sum()))
-            metadata = None if builder is None else builder.build_for_graph(layout.tensors, key)
-            context = ForwardContext(metadata, CUDAGraphMode.FULL, key)
-            arguments = self._loader.arguments(layout)
-            step = self._steps[key] = _FullStep(layout, arguments, context)
+        builder = self._loader.builder
+        layout = self._loader.inputs.layout(key.num_tokens, key.num_reqs)
+        # Whoever prepares for the graph may read the tensors: not those of another key's step.
+        batch = self._loader.capture_batch(key.num_tokens, key.num_reqs)
+        self._loader.load(layout, batch, batch.query_lens, int(batch.query_lens.sum()))
+        metadata = None if builder is None else builder.build_for_graph(layout.tensors, key)
+        context = ForwardContext(metadata, CUDAGraphMode.FULL, key)
+        arguments = self._loader.arguments(layout)
+        stats = self._stats.at(CUDAGraphMode.FULL, key)
+        step = self._steps[key] = _FullStep(layout, arguments, context, stats)
         return step
+
+    def _send_and_call(self, *arguments: torch.Tensor) -> Any:
+        """The step as graphs hold it."""
+        key = get_forward_context().batch_descriptor
+        assert key is not None
+        self._loader.inputs.send(self._steps[key].layout)
+        return self._call(*arguments)
 
     def _capture(self, key: BatchDescriptor) -> None:
         step = self._steps[key]
@@ -178,6 +226,7 @@ class FullSteps:
                 if self._strict:
                     raise
                 logger.warning("%s; it runs at a lower mode from now on", error)
+        step.graph = self._wrapper.graph_to_replay(key)
 
     def _drop(self) -> None:
         self._warn_once(
@@ -186,6 +235,12 @@ class FullSteps:
             "a weight is at another address than when the graphs were captured (told once); each "
             "is captured again at its next step. Call recapture() to do so at once",
         )
-        for key in self._steps:
+        for key, step in self._steps.items():
             self._wrapper.drop(key)
+            step.graph = None
+            step.cuts.clear()
         self._weights.note()
+
+
+def _new_tensor(item: Any) -> Any:
+    return item.detach() if isinstance(item, torch.Tensor) else item

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from compile_backend import shortcuts
 from compile_backend.errors import CaptureError
 from compile_backend.torch_internals import (
     BrokenCaptureError,
@@ -118,14 +119,36 @@ class Sessions:
 
 
 class CudaGraph:
-    """A `torch.cuda.CUDAGraph` and what it returned."""
+    """A `torch.cuda.CUDAGraph` and what it returned.
 
-    __slots__ = ("_graph", "outputs", "replay")
+    Args:
+        graph: captured.
+        outputs: of the capture.
+        device: the index of its device.
+    """
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any) -> None:
+    __slots__ = ("_device", "_graph", "_launch", "outputs")
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any, device: int) -> None:
         self._graph = graph
+        self._device = device
+        self._launch: object | None = None
         self.outputs = outputs
-        self.replay = graph.replay
+
+    def replay(self) -> None:
+        """See `StaticGraph.replay`."""
+        if self._launch is None:
+            self._first_replay()
+        elif not shortcuts.launch(self._launch):
+            self._graph.replay()
+
+    def _first_replay(self) -> None:
+        """Replay by torch, and by the short way from then on if no random numbers are drawn."""
+        generator = torch.cuda.default_generators[self._device]
+        before = generator.get_offset()
+        self._graph.replay()
+        if generator.get_offset() == before:
+            self._launch = shortcuts.launch_of(self._graph, self._device)
 
 
 class CudaEngine:
@@ -173,7 +196,7 @@ class CudaEngine:
                 raise CaptureError(str(error)) from error
             except Exception as error:
                 raise CaptureError(f"{type(error).__name__}: {error}") from error
-        return CudaGraph(graph, outputs)
+        return CudaGraph(graph, outputs, self.device.index)
 
     def keep_weakly(self, outputs: Any) -> Any:
         """`outputs`, CUDA tensors of this device as views without ownership."""

@@ -12,7 +12,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from compile_backend.errors import ConfigError
-from compile_backend.torch_internals import is_higher_order_op, is_op_overload, is_op_packet
+from compile_backend.torch_internals import (
+    is_higher_order_op,
+    is_name_of_higher_order_op,
+    is_op_overload,
+    is_op_packet,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +42,21 @@ def op_name(node: torch.fx.Node) -> str | None:
         return str(target).replace(".", "::", 1)
     if is_higher_order_op(target):
         return str(target.name())
-    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
+    return _function_name(target)
+
+
+def _function_name(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
+
+
+def normal_name(name: str) -> str:
+    """The name that `op_name` gives to what a user calls `name`.
+
+    Python functions may be imported from several places, and go by where they were made.
+    """
+    is_dotted = all(part.isidentifier() for part in name.split("."))
+    function = _python_function(name) if is_dotted else None
+    return name if function is None else _function_name(function)
 
 
 class SplittingOps:
@@ -53,6 +72,8 @@ class SplittingOps:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
+        for name in names:
+            _check_form(name)
         self._exact = frozenset(name for name in names if "*" not in name)
         self._patterns = tuple(name for name in names if "*" in name)
         self._functions = tuple(
@@ -70,6 +91,18 @@ class SplittingOps:
             return True
         return any(node.target is function for function in self._functions)
 
+    def cutting(self, graph: torch.fx.Graph) -> list[torch.fx.Node]:
+        """One node for each op in a graph at which it is cut."""
+        return list({node.target: node for node in graph.nodes if self.cuts(node)}.values())
+
+    def matching_none_of(self, nodes: Sequence[torch.fx.Node]) -> tuple[str, ...]:
+        """The names that stand for none of these nodes, which all cut."""
+        return tuple(
+            name
+            for name in self.names
+            if not any(SplittingOps((name,)).cuts(node) for node in nodes)
+        )
+
 
 def _spellings(name: str) -> frozenset[str]:
     """The ways in which a user may name this op exactly."""
@@ -79,21 +112,27 @@ def _spellings(name: str) -> frozenset[str]:
     return frozenset({name, packet} if overload else {name, f"{name}.default"})
 
 
-@functools.cache
-def _python_function(name: str) -> Any | None:
-    """The function that a dotted name stands for; None for op names and what is not installed."""
-    if "::" in name:
-        return None
-    module_name, _, attribute = name.rpartition(".")
-    if not module_name:
-        return None
-    if not all(part.isidentifier() for part in name.split(".")):
+def _check_form(name: str) -> None:
+    if "*" in name:
+        return
+    namespace, separator, op = name.partition("::")
+    parts = [namespace, *op.split(".")] if separator else name.split(".")
+    can_be = len(parts) <= 3 if separator else len(parts) > 1 or is_name_of_higher_order_op(name)
+    if not can_be or not all(part.isidentifier() for part in parts):
         raise ConfigError(
             "splitting_ops",
             name,
             "is neither an op nor a Python function",
             "write `ns::op`, `ns::op.overload` or `package.module.function`",
         )
+
+
+@functools.cache
+def _python_function(name: str) -> Any | None:
+    """The function that a dotted name stands for; None for op names and what is not installed."""
+    module_name, _, attribute = name.rpartition(".")
+    if "::" in name or not module_name:
+        return None
     try:
         return getattr(importlib.import_module(module_name), attribute, None)
     except ImportError:

@@ -61,7 +61,7 @@ class RowPadding:
         self, padded: Sequence[Any], outputs: Sequence[Any], inputs: Sequence[Any]
     ) -> str | None:
         if self._symbol is None or not getattr(self._symbol, "is_Symbol", False):
-            return "the number of rows is fixed; compile with dynamic=True"
+            return _why_fixed(None if self._first is None else inputs[self._first].shape[0])
         for value in (*padded, *outputs):
             if not isinstance(value, torch.Tensor) or self._symbol not in free_symbols_of(value):
                 continue
@@ -76,16 +76,26 @@ class RowPadding:
             return "an output is a view of an input"
         return None
 
-    def rows(self, args: Sequence[Any], num_tokens: int, padded_tokens: int) -> int | None:
-        """Rows of a call that pads to `padded_tokens`; None where no number of rows does."""
+    def refusal(self, args: Sequence[Any], num_tokens: int, padded_tokens: int) -> str | None:
+        """Why a call cannot be padded to `padded_tokens`; None where it can."""
         if self.impossible is not None or self._first is None:
-            return None
-        actual: int = args[self._first].shape[0]
+            return self.impossible
+        actual = args[self._first].shape[0]
         rows, rest = divmod(padded_tokens * actual, num_tokens)
-        if rest or any(args[i].shape[0] == actual for i in self._others):
-            return None  # no whole rows; or a tensor may hold a row per row unknown to Dynamo
+        if rest:
+            return "the next capture size makes no whole rows"
+        if any(args[i].shape[0] == actual for i in self._others):
+            return "an input whose size is fixed has as many rows, which may be the same ones"
         known = {expr: args[i] for i, expr in self._sizes.items()}
-        return rows if sizes_are_allowed(self._shape_env, {**known, self._symbol: rows}) else None
+        if not sizes_are_allowed(self._shape_env, {**known, self._symbol: rows}):
+            return "the code was compiled for sizes that the next capture size is not among"
+        return None
+
+    def rows(self, args: Sequence[Any], num_tokens: int, padded_tokens: int) -> int:
+        """Rows of a call that pads to `padded_tokens`, where nothing refuses that."""
+        assert self._first is not None
+        actual: int = args[self._first].shape[0]
+        return padded_tokens * actual // num_tokens
 
     def pad(self, args: Sequence[Any], rows: int) -> list[Any]:
         """The inputs with zero rows added."""
@@ -131,6 +141,24 @@ class RowPadding:
         for i in positions:
             if i in self._padded:
                 unexpanded(args[i]).copy_(unexpanded(grown[i][: args[i].shape[0]]))
+
+
+def _why_fixed(rows: Any) -> str:
+    """Why there is no free number of rows.
+
+    Args:
+        rows: of the first input that has any; None where none has.
+    """
+    if rows is None:
+        return "no input has rows"
+    if isinstance(rows, torch.SymInt):
+        return "the number of rows follows from other sizes"
+    if rows == 1:
+        return (
+            "a call with 1 row is compiled for 1 row only, also with dynamic=True; add its number "
+            "of tokens to cudagraph_capture_sizes"
+        )
+    return "the number of rows is fixed; compile with dynamic=True, in code that takes any number"
 
 
 def _value(split: SplitGraph, output: Any) -> Any:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from compile_backend.batch import BatchDescriptor
     from compile_backend.boundary import Pins
+    from compile_backend.graph_engine import StaticGraph
     from compile_backend.wrapper import CUDAGraphWrapper
 
 
@@ -27,6 +28,7 @@ class UncapturedRunner:
         pins: for its results.
         growth: how many times larger results may be at other keys, by key.
         later: the wrappers of all pieces that run after it.
+        direct: does the same as `call` with less on the host; for replay plans.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class UncapturedRunner:
         pins: Pins,
         growth: Callable[[BatchDescriptor], int],
         later: Sequence[CUDAGraphWrapper],
+        direct: Callable[..., Sequence[Any]] | None = None,
     ) -> None:
         self._call = call
+        self._direct = direct or call
         self._pins = pins
         self._growth = growth
         self._later = later
@@ -57,6 +61,23 @@ class UncapturedRunner:
     def without_running(self, *args: Any) -> Sequence[Any]:
         """The static results of the key's warm-up, for a capture that runs nothing."""
         return self._pins.without_running(_running_key(), args)
+
+    def planned(self, key: BatchDescriptor) -> Callable[..., Sequence[Any]] | None:
+        """What runs the section in a replay plan; None where results may come to lie elsewhere."""
+        copies = self._pins.plain_copies(key)
+        call = self._direct
+        if not copies:
+            return None if copies is None else call
+
+        def run(*args: Any) -> Sequence[Any]:
+            results = list(call(*args))
+            for position, target in copies:
+                assert results[position].shape == target.shape, "shapes are those of the key"
+                target.copy_(results[position])
+                results[position] = target
+            return results
+
+        return run
 
     def drop(self, key: BatchDescriptor) -> None:
         """Nothing to drop: there is no graph here."""
@@ -99,6 +120,10 @@ class PieceRunner:
             raise CaptureError(f"a piece before cannot be captured: {self._wrapper.failure(key)}")
         captured: Sequence[Any] = self._wrapper.capture(key, args)
         return captured
+
+    def planned(self, key: BatchDescriptor) -> StaticGraph | None:
+        """The graph that runs the piece in a replay plan; None while there is none."""
+        return self._wrapper.graph_to_replay(key)
 
     def drop(self, key: BatchDescriptor) -> None:
         """Drop the piece's graph for one key; the next step captures it again."""

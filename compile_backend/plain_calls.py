@@ -50,18 +50,15 @@ class BatchReader:
         """The descriptor of one call, before any padding.
 
         Raises:
-            ConfigError: the user's `describe_batch` returned something else.
+            ConfigError: the user's `describe_batch` returned something else, or a descriptor of
+                what no batch can be.
         """
         if self._describe_batch is None:
             return BatchDescriptor(*self._shape(args))
         described = self._describe_batch(tuple([args[i] for i in self._tensors]))
-        if not isinstance(described, BatchDescriptor):
-            raise ConfigError(
-                "describe_batch",
-                described,
-                "is not a batch descriptor",
-                "return a BatchDescriptor",
-            )
+        problem = _problem_of(described)
+        if problem is not None:
+            raise ConfigError("describe_batch", described, problem, _REMEDY)
         return described
 
     def with_sizes(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> BatchDescriptor:
@@ -74,6 +71,11 @@ class BatchReader:
             return descriptor
         return descriptor._replace(extra=(*descriptor.extra, ("sizes", *sizes)))
 
+    def num_rows(self, args: Sequence[Any]) -> int | None:
+        """Dimension 0 of the first tensor that has one, whatever the batch is described as."""
+        tensors = (args[position] for position in self._tensors)
+        return next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
+
     def _shape(self, args: Sequence[Any]) -> tuple[int, int, bool]:
         for position in self._tensors:
             tensor: torch.Tensor = args[position]
@@ -83,3 +85,23 @@ class BatchReader:
             if tensor.dim():
                 return tensor.shape[0], min(tensor.shape[0], self._max_num_seqs), False
         return 1, 1, False
+
+
+_REMEDY = "return a BatchDescriptor(num_tokens, num_reqs, ...) of Python integers and bools"
+
+
+def _problem_of(described: object) -> str | None:
+    """Why something cannot describe a batch; None if it can."""
+    if not isinstance(described, BatchDescriptor):
+        return "is what it returned, and is not a batch descriptor"
+    num_tokens, num_reqs, uniform, has_lora, num_loras, extra = described
+    # Tensors would be compared by their data.
+    counts: tuple[object, ...] = (num_tokens, num_reqs, num_loras)
+    others: tuple[object, ...] = (uniform, has_lora, extra)
+    if [type(count) for count in counts] != [int, int, int]:
+        return "counts in something else than integers"
+    if [type(other) for other in others] != [bool, bool, tuple]:
+        return "holds a flag that is no bool, or an extra that is no tuple"
+    if not 0 <= num_reqs <= num_tokens:
+        return "has more requests than tokens"
+    return None

@@ -6,6 +6,7 @@ a plan, `explain` prints it, and neither works anything out anew.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,9 @@ import torch.fx
 
 from compile_backend.config import CUDAGraphMode
 from compile_backend.dispatch import CudagraphDispatcher
+from compile_backend.errors import number_of
 from compile_backend.inputs import GraphInput, classify_inputs
-from compile_backend.op_names import SplittingOps
+from compile_backend.op_names import SplittingOps, normal_name, op_name
 from compile_backend.pipeline import prepare_for_split
 from compile_backend.plain_calls import BatchReader
 from compile_backend.resolve import Resolution, default_mode, resolve_cudagraph_mode
@@ -24,16 +26,18 @@ from compile_backend.support import (
     AttentionCGSupport,
     default_splitting_ops,
     lowest,
+    speaks_of,
     support_level,
 )
 from compile_backend.torch_internals import (
     data_dependent_symbols,
     fix_numbers_of_modules,
     free_symbols_of,
+    is_number_input,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from compile_backend.batch import BatchDescriptor
     from compile_backend.config import CompilationConfig
@@ -125,38 +129,37 @@ def plan_graph(
     fix_numbers_of_modules(graph_module.graph)
     prepare_for_split(graph_module)
     needs_grad = _needs_grad(graph_module.graph, example_inputs)
-    split = split_graph(graph_module, SplittingOps(names), keep_grad_mode=needs_grad)
+    splitting_ops = SplittingOps(names)
+    split = split_graph(graph_module, splitting_ops, keep_grad_mode=needs_grad)
     uncuttable = _reshaped_in_place(graph_module.graph) or _number_crosses(split)
     if uncuttable:
         split = split_graph(graph_module, SplittingOps(()), keep_grad_mode=needs_grad)
     device = _device_of(example_inputs, split)
-    support = {
-        name: support_level(name, config.attention_support)
-        for section in split.eager_sections
-        for name in section.ops
-    }
+    support = _support_of(split, config)
+    inputs = classify_inputs(graph_module.graph, example_inputs, device)
+    sources = {item.name: _LOCAL.sub(r"\1", item.source) for item in inputs}
     data_dependent = _data_dependent(graph_module.graph)
     uncapturable = {
         piece.name: reason
         for piece in split.pieces
-        if (reason := uncuttable or _why_uncapturable(piece, device, data_dependent)) is not None
+        if (reason := uncuttable or _why_uncapturable(piece, device, data_dependent, sources))
+        is not None
     }
     piecewise = bool(split.eager_sections)
     asked = config.cudagraph_mode or default_mode(piecewise=piecewise, pooling=config.pooling)
-    notes = []
-    if uncapturable:
-        name, reason = next(iter(uncapturable.items()))
-        others = f", and {len(uncapturable) - 1} more pieces" if len(uncapturable) > 1 else ""
-        notes.append(f"no graph can hold {name}{others}: it {reason}")
     query_len = config.uniform_decode_query_len
     resolution = resolve_cudagraph_mode(
         asked,
-        AttentionCGSupport.NEVER if uncapturable else lowest(support.values()),
+        lowest(support.values()),
         piecewise=piecewise,
         uniform_decode_query_len=query_len,
+        uncapturable=_in_words(uncapturable),
         strict=config.strict,
     )
-    if resolution.downgrades and not piecewise:
+    notes = _names_in_vain(graph_module.graph, splitting_ops, config)
+    if uncapturable and all(step.detail is None for step in resolution.downgrades):
+        notes.append(f"no graph can hold every piece: {_in_words(uncapturable)}")
+    if resolution.downgrades and not piecewise and not config.splitting_ops:
         notes.append(f"nothing was split out; searched for {_shortened(names)}")
     dispatcher = CudagraphDispatcher(
         config,
@@ -165,7 +168,6 @@ def plan_graph(
         pad=False,
     )
     dispatcher.initialize_cudagraph_keys(resolution.mode)
-    inputs = classify_inputs(graph_module.graph, example_inputs, device)
     reader = BatchReader(
         inputs,
         query_len=query_len,
@@ -188,6 +190,46 @@ def plan_graph(
         reader=reader,
         first_call=reader.read(example_inputs),
     )
+
+
+def _support_of(split: SplitGraph, config: CompilationConfig) -> dict[str, AttentionCGSupport]:
+    """The level of each splitting op that was found, as declared or as known."""
+    declared = {normal_name(op): level for op, level in (config.attention_support or {}).items()}
+    return {
+        name: support_level(name, declared)
+        for section in split.eager_sections
+        for name in section.ops
+    }
+
+
+def _names_in_vain(
+    graph: torch.fx.Graph, splitting_ops: SplittingOps, config: CompilationConfig
+) -> list[str]:
+    """What the user named that this graph does not have, as notes."""
+    notes = []
+    cutting = splitting_ops.cutting(graph)
+    unmatched = splitting_ops.matching_none_of(cutting) if config.splitting_ops else ()
+    if cutting:  # a list for many models holds what this one does not have
+        unmatched = tuple(name for name in unmatched if name not in default_splitting_ops())
+    if unmatched:
+        loses = config.cudagraph_mode is None and not cutting
+        notes.append(
+            f"splitting_ops: nothing in this graph is called {_shortened(unmatched)}; "
+            + ("it runs without CUDA graphs, since no cudagraph_mode is given; " if loses else "")
+            + "check the spelling: ns::op, ns::op.overload or package.module.function"
+        )
+    found = [str(op_name(node)) for node in cutting]
+    unread = [
+        name
+        for name in config.attention_support or ()
+        if not any(speaks_of(normal_name(name), op) for op in found)
+    ]
+    if unread:
+        notes.append(
+            f"attention_support: nothing that splits this graph is called {_shortened(unread)}; "
+            "check the spelling, and name ops of your own in splitting_ops too"
+        )
+    return notes
 
 
 _RESHAPING = frozenset(
@@ -244,14 +286,36 @@ def _needs_grad(graph: torch.fx.Graph, example_inputs: Sequence[Any]) -> bool:
     )
 
 
+# How Dynamo writes a local variable.
+_LOCAL = re.compile(r"^L\['(\w+)'\]")
+
+
+def _in_words(uncapturable: Mapping[str, str]) -> str | None:
+    """Which pieces no graph can hold, and why not the first of them; None without any."""
+    if not uncapturable:
+        return None
+    name, reason = next(iter(uncapturable.items()))
+    num_others = len(uncapturable) - 1
+    others = f"; {number_of('other piece', num_others)} cannot be captured either"
+    return f"{name} {reason}{others if num_others else ''}"
+
+
 def _why_uncapturable(
-    piece: Section, device: torch.device, data_dependent: frozenset[str]
+    piece: Section,
+    device: torch.device,
+    data_dependent: frozenset[str],
+    sources: Mapping[str, str],
 ) -> str | None:
     """Why no graph can hold a piece; None where one can."""
     has_work = False
     constants: set[torch.fx.Node] = set()
     for node in piece.module.graph.nodes:
         value = node.meta.get("example_value")
+        if is_number_input(node):
+            return (
+                f"takes the Python float `{sources.get(node.name, node.name)}`, which may change "
+                "from call to call; pass it as a tensor, or keep it as an attribute of the module"
+            )
         if node.op.startswith("call_") and constants.issuperset(node.all_input_nodes):
             constants.add(node)
         is_elsewhere = isinstance(value, torch.Tensor) and value.device != device

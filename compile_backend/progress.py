@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from compile_backend.config import CUDAGraphMode
+from compile_backend.errors import number_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +49,7 @@ class CaptureProgress:
         self._progress.update(
             self._task,
             advance=1,
-            description=f"{what} {mode.name}, {num_tokens} tokens",
+            description=f"{what} {mode.name}, {number_of('token', num_tokens)}",
             memory=memory,
         )
 

@@ -14,6 +14,8 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
+from compile_backend.errors import number_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -83,21 +85,18 @@ def compact_sizes(sizes: Iterable[int]) -> str:
 
 def key_text(key: BatchDescriptor) -> str:
     """A key in short: its tokens, and only what else sets it apart."""
-    parts = [_number_of("token", key.num_tokens)]
+    parts = [number_of("token", key.num_tokens)]
     # As many requests as tokens is also how keys say that requests do not matter.
     if key.num_reqs != key.num_tokens:
-        parts[0] += f" of {_number_of('request', key.num_reqs)}"
+        parts[0] += f" of {number_of('request', key.num_reqs)}"
     if key.uniform:
         parts.append("uniform")
     if key.has_lora:
-        parts.append(f"{key.num_active_loras or 'some'} adapters")
+        num_loras = key.num_active_loras
+        parts.append(number_of("adapter", num_loras) if num_loras else "some adapters")
     if key.extra:
         parts.append(f"extra {key.extra}")
     return ", ".join(parts)
-
-
-def _number_of(thing: str, count: int) -> str:
-    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def stats_facts(report: Report) -> dict[str, object]:
@@ -112,12 +111,15 @@ def stats_facts(report: Report) -> dict[str, object]:
         "pieces": report.pieces,
         "eager sections": report.eager_sections,
         "distinct compiles": f"{report.compiles} in {report.compile_s:.1f} s",
+        "loads from the cache": f"{report.loads} in {report.load_s:.2f} s",
         "captures": f"{report.total('captures')} in {report.capture_s:.2f} s",
         "graph replays": ", ".join(replays),
         "steps": ", ".join(steps),
     }
     if not report.downgrades:
         del rows["reasons"]
+    if not report.loads:
+        del rows["loads from the cache"]
     return rows
 
 

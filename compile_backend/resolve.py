@@ -31,11 +31,13 @@ class Facts:
         support: the weakest support level of the model's attention.
         piecewise: whether something really is split out, so that there are pieces.
         query_len: tokens of each request in a uniform decode batch.
+        uncapturable: why some piece cannot be captured; None where all can.
     """
 
     support: AttentionCGSupport
     piecewise: bool
     query_len: int
+    uncapturable: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,13 @@ class Rule:
         reason: why, as a clause.
         applies: whether the rule fires for a mode.
         lowered: the mode to go on with.
+        detail: what the reason is in this case; None where it says all.
     """
 
     reason: str
     applies: Callable[[CUDAGraphMode, Facts], bool]
     lowered: Callable[[CUDAGraphMode, Facts], CUDAGraphMode]
+    detail: Callable[[Facts], str | None] = lambda _facts: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +64,15 @@ class Downgrade:
     before: CUDAGraphMode
     after: CUDAGraphMode
     reason: str
+    detail: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.before.name} becomes {self.after.name}: {self.reason}"
+        return f"{self.before.name} becomes {self.after.name}: {self.why}"
+
+    @property
+    def why(self) -> str:
+        """The reason with its detail."""
+        return self.reason if self.detail is None else f"{self.reason}: {self.detail}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +89,12 @@ def _pieces_or_none(_mode: CUDAGraphMode, facts: Facts) -> CUDAGraphMode:
 
 # NONE needs no row: nothing can be taken from it, and no row applies to it.
 RULES = (
+    Rule(
+        reason="a full graph holds every piece, and there is one that no graph can hold",
+        applies=lambda mode, facts: mode.decode_mode() is _FULL and facts.uncapturable is not None,
+        lowered=_pieces_or_none,
+        detail=lambda facts: facts.uncapturable,
+    ),
     Rule(
         reason="nothing is split out, so there are no pieces to capture",
         applies=lambda mode, facts: mode is _PIECEWISE and not facts.piecewise,
@@ -117,33 +133,38 @@ RULES = (
 
 
 def resolve_cudagraph_mode(
-    requested: CUDAGraphMode,
-    support: AttentionCGSupport,
+    requested: CUDAGraphMode | str,
+    support: AttentionCGSupport | str,
     *,
     piecewise: bool,
     uniform_decode_query_len: int = 1,
+    uncapturable: str | None = None,
     strict: bool = False,
 ) -> Resolution:
     """The strongest mode at or below the one requested that can be captured.
 
     Args:
-        requested: the mode asked for.
-        support: the weakest support level of all attention in the model.
+        requested: the mode asked for, or its name.
+        support: the weakest support level of all attention in the model, or its name.
         piecewise: whether something really is split out.
         uniform_decode_query_len: tokens of each request in a uniform decode batch.
+        uncapturable: why some piece cannot be captured; None where all can.
         strict: raise instead of lowering the mode.
 
     Raises:
-        ConfigError: `strict`, and the mode cannot be had.
+        ConfigError: `strict`, and the mode cannot be had; or there is no such mode or level.
     """
-    facts = Facts(support, piecewise, uniform_decode_query_len)
+    requested = CUDAGraphMode.parse(requested, option="requested")
+    support = AttentionCGSupport.parse(support, option="support")
+    facts = Facts(support, piecewise, uniform_decode_query_len, uncapturable)
     mode, downgrades = requested, []
     for rule in RULES:
         if rule.applies(mode, facts):
-            downgrades.append(Downgrade(mode, rule.lowered(mode, facts), rule.reason))
-            mode = downgrades[-1].after
+            lowered, detail = rule.lowered(mode, facts), rule.detail(facts)
+            downgrades.append(Downgrade(mode, lowered, rule.reason, detail))
+            mode = lowered
     if strict and downgrades:
-        reasons = ", and ".join(downgrade.reason for downgrade in downgrades)
+        reasons = ", and ".join(downgrade.why for downgrade in downgrades)
         raise ConfigError(
             "cudagraph_mode", requested, f"cannot be had: {reasons}", f"use {mode.name}"
         )

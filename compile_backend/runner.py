@@ -7,6 +7,7 @@ that of `full_steps`.
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from compile_backend import shortcuts
 from compile_backend.backend import cudagraph_modes
-from compile_backend.batch import BatchDescriptor, graph_key
+from compile_backend.batch import BatchDescriptor
 from compile_backend.batch_loader import BatchLoader
 from compile_backend.capture_session import CaptureKeys
 from compile_backend.config import CompilationConfig, CUDAGraphMode
@@ -30,8 +32,14 @@ from compile_backend.errors import CaptureError, ConfigError
 from compile_backend.full_steps import FullSteps
 from compile_backend.once import WarnOnce
 from compile_backend.output_cut import OutputCut
+from compile_backend.piecewise_steps import PiecewiseSteps
 from compile_backend.progress import capture_progress
-from compile_backend.runner_checks import check_batch, check_device, check_outputs
+from compile_backend.runner_checks import (
+    check_batch,
+    check_device,
+    check_outputs,
+    check_query_lens,
+)
 from compile_backend.runner_mode import NOT_COMPILED, mode_asked, resolve_for_runner
 from compile_backend.runner_report import (
     CaptureMeter,
@@ -67,6 +75,7 @@ class _Captured:
 
     resolution: Resolution
     full: FullSteps
+    piecewise: PiecewiseSteps | None
 
 
 class GraphModelRunner:
@@ -169,6 +178,8 @@ class GraphModelRunner:
         """
         self._captured = None
         self._meter = CaptureMeter(self._loader.inputs.device)
+        if not shortcuts.are_built():
+            self._warn_once(logger, "shortcuts", "%s", shortcuts.NOT_BUILT)
         with torch.inference_mode(False), torch.no_grad():
             self._compile()
             captured = self._settle()
@@ -216,15 +227,16 @@ class GraphModelRunner:
         captured = self._captured
         if captured is None:
             raise CaptureError("nothing is captured yet; call capture() before the first run")
-        given_lens = np.asarray(batch.query_lens)
-        num_tokens = check_batch(
+        query_lens, num_tokens, is_uniform = self._count(batch.query_lens)
+        num_reqs = len(query_lens)
+        check_batch(
             batch,
-            given_lens,
+            num_tokens,
+            num_reqs,
             max_num_seqs=self._max_num_seqs,
             max_num_batched_tokens=self._max_num_batched_tokens,
             has_builder=self.builder is not None,
         )
-        query_lens = given_lens.astype(np.int32, copy=False)
         if highest_mode not in _HIGHEST:
             raise ConfigError(
                 "highest_mode",
@@ -232,15 +244,28 @@ class GraphModelRunner:
                 "is no mode of a single batch",
                 "use CUDAGraphMode.NONE, PIECEWISE or FULL",
             )
-        mode, key = self._dispatch(captured, batch, query_lens, num_tokens, highest_mode)
+        all_decode = batch.all_decode
+        if is_uniform and all_decode is None and self.builder is not None:
+            all_decode = self.builder.is_decode(batch.attention, query_lens)
+        num_loras = batch.num_active_loras
+        descriptor = BatchDescriptor(
+            num_tokens, num_reqs, is_uniform, num_loras > 0, num_loras, batch.extra
+        )
+        mode, key = self._dispatcher.dispatch(
+            descriptor,
+            use_cascade_attn=batch.use_cascade_attn,
+            all_decode=all_decode,
+            highest_mode=highest_mode,
+        )
         if mode is _FULL:
-            outputs = captured.full.run(key, batch, query_lens, num_tokens)
-        else:
-            with torch.inference_mode(False), torch.no_grad():
-                padded = self._run_model(mode, key, batch, query_lens, num_tokens)
-                outputs = self._cut(padded, num_tokens, len(query_lens))
+            if captured.full.may_run(key):
+                return captured.full.run(key, batch, query_lens, num_tokens)
+            mode, key = self._dispatcher.dispatch(descriptor, highest_mode=_PIECEWISE)
+        with torch.inference_mode(False), torch.no_grad():
+            padded = self._run_model(mode, key, batch, query_lens, num_tokens)
+            outputs = self._cut(padded, num_tokens, num_reqs)
         # At NONE nothing is told apart but the tokens: else every batch would be a row of its own.
-        stats = self._stats.at(mode, key.relaxed() if mode is _NONE else graph_key(mode, key))
+        stats = self._stats.at(mode, key.relaxed())
         stats.steps += 1
         stats.padding += key.num_tokens - num_tokens
         return outputs
@@ -306,7 +331,10 @@ class GraphModelRunner:
             self._cut,
             self._warn_once,
         )
-        return _Captured(resolution, full)
+        piecewise = None
+        if self._compiled is not None:
+            piecewise = PiecewiseSteps(self._compiled, Weights(_module_of(self.model)))
+        return _Captured(resolution, full, piecewise)
 
     def _warm_up(self, captured: _Captured, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
         if mode is _FULL:
@@ -318,38 +346,14 @@ class GraphModelRunner:
 
     # --- a step ---
 
-    def _dispatch(
-        self,
-        captured: _Captured,
-        batch: Batch,
-        query_lens: npt.NDArray[np.int32],
-        num_tokens: int,
-        highest_mode: CUDAGraphMode | None,
-    ) -> tuple[CUDAGraphMode, BatchDescriptor]:
-        num_reqs = len(query_lens)
-        uniform = num_tokens == num_reqs * self._query_len
-        if uniform and self._query_len > 1:  # as many tokens as requests: one each
-            uniform = bool((query_lens == self._query_len).all())
-        all_decode = batch.all_decode
-        if uniform and all_decode is None and self.builder is not None:
-            all_decode = self.builder.is_decode(batch.attention, query_lens)
-        descriptor = BatchDescriptor(
-            num_tokens,
-            num_reqs,
-            uniform,
-            batch.num_active_loras > 0,
-            batch.num_active_loras,
-            batch.extra,
-        )
-        mode, key = self._dispatcher.dispatch(
-            descriptor,
-            use_cascade_attn=batch.use_cascade_attn,
-            all_decode=all_decode,
-            highest_mode=highest_mode,
-        )
-        if mode is _FULL and not captured.full.may_run(key):
-            return self._dispatcher.dispatch(descriptor, highest_mode=_PIECEWISE)
-        return mode, key
+    def _count(self, query_lens: Any) -> tuple[npt.NDArray[np.int32], int, bool]:
+        """The query lengths, their sum, and whether all are those of uniform decode batches."""
+        counted = shortcuts.count_tokens(query_lens, self._query_len)
+        if counted is not None:
+            return query_lens.astype(np.int32, copy=False), *counted
+        lens = check_query_lens(query_lens)
+        is_uniform = bool((lens == self._query_len).all())
+        return lens.astype(np.int32, copy=False), int(np.add.reduce(lens)), is_uniform
 
     def _run_model(
         self,
@@ -367,8 +371,15 @@ class GraphModelRunner:
         metadata = None
         if self.builder is not None:
             metadata = self.builder.build(batch.attention, query_lens, layout.tensors)
+        steps = self._captured.piecewise if is_padded and self._captured is not None else None
+        if steps is not None:
+            outputs = steps.repeat(key, metadata)
+            if outputs is not None:
+                return outputs
+        arguments = self._loader.arguments(layout)
+        call = functools.partial(self._call, *arguments)
         with enter_forward_context(ForwardContext(metadata, mode, key), SetBy.USER):
-            return self._call(*self._loader.arguments(layout))
+            return call() if steps is None else steps.learn(key, call, arguments)
 
     def _call(self, *arguments: torch.Tensor) -> Any:
         names = (spec.name for spec in self._loader.specs)

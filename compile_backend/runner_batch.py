@@ -59,8 +59,14 @@ class MetadataBuilder(Protocol):
         batch: Any,
         query_lens: npt.NDArray[np.int32],
         host: Mapping[str, npt.NDArray[Any]],
+        *,
+        is_refill: bool,
     ) -> None:
-        """Write a batch into the padded tensors of the host."""
+        """Write a batch into the padded tensors of the host.
+
+        With `is_refill` they hold what the last call wrote to these very tensors, so that what
+        nobody reads may stay.
+        """
 
     def build(
         self,

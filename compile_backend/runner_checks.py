@@ -84,60 +84,69 @@ def check_outputs(
             )
 
 
+def check_query_lens(query_lens: Any) -> npt.NDArray[Any]:
+    """The query lengths of a batch as an array of integers.
+
+    Args:
+        query_lens: of the batch, as it gives them.
+
+    Raises:
+        ValueError: they are no integers of at least 1, one for each request.
+    """
+    lens = np.asarray(query_lens)
+    if lens.size and lens.dtype.kind not in "iu":
+        raise ValueError(f"query_lens hold numbers of {lens.dtype}; give integers")
+    if lens.ndim != 1:
+        raise ValueError(f"query_lens has shape {lens.shape}; give one number for each request")
+    if len(lens) and np.minimum.reduce(lens) < 1:
+        raise ValueError(f"query_lens {lens.tolist()} hold a request without tokens; leave it out")
+    return lens
+
+
 def check_batch(
     batch: Batch,
-    query_lens: npt.NDArray[np.int32],
+    num_tokens: int,
+    num_reqs: int,
     *,
     max_num_seqs: int,
     max_num_batched_tokens: int,
     has_builder: bool,
-) -> int:
+) -> None:
     """Refuse a batch that no step can be made of.
 
     Args:
         batch: of the engine.
-        query_lens: of the batch, as an array.
+        num_tokens: of all its requests.
+        num_reqs: its requests.
         max_num_seqs: most requests.
         max_num_batched_tokens: most tokens.
         has_builder: whether somebody reads what the batch brings for attention.
 
-    Returns:
-        The tokens of the batch.
-
     Raises:
         ValueError: the batch is too large, contradicts itself, or lacks its attention.
     """
-    if query_lens.size and query_lens.dtype.kind not in "iu":
-        raise ValueError(f"query_lens hold numbers of {query_lens.dtype}; give integers")
-    if query_lens.ndim != 1:
-        raise ValueError(
-            f"query_lens has shape {query_lens.shape}; give one number for each request"
-        )
-    num_reqs, num_tokens = len(query_lens), int(np.add.reduce(query_lens))
     if num_reqs > max_num_seqs or num_tokens > max_num_batched_tokens:
         raise ValueError(
             f"a batch of {num_reqs} requests and {num_tokens} tokens is above the limits "
             f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens}; "
             "split it, or raise them"
         )
-    if num_reqs and np.minimum.reduce(query_lens) < 1:
-        raise ValueError(
-            f"query_lens {query_lens.tolist()} hold a request without tokens; leave it out"
-        )
-    if has_builder and batch.attention is None:
+    if (batch.attention is not None) is not has_builder:
         raise ValueError(
             "the batch brings no attention, which the runner's metadata_builder reads; give "
             "Batch(attention=...), for AttentionMetadataBuilder an AttentionBatch"
+            if has_builder
+            else "the batch brings attention, but the runner has no metadata_builder to read it; "
+            "give GraphModelRunner one, or leave it out"
         )
-    if batch.attention is not None and not has_builder:
-        raise ValueError(
-            "the batch brings attention, but the runner has no metadata_builder to read it; give "
-            "GraphModelRunner one, or leave it out"
-        )
+    if batch.extra:
+        _check_extra(batch.extra)
+
+
+def _check_extra(extra: object) -> None:
     try:
-        hash(batch.extra)
+        hash(extra)
     except TypeError:
         raise ValueError(
-            f"extra={batch.extra!r} cannot be part of a key; give a tuple of hashable values"
+            f"extra={extra!r} cannot be part of a key; give a tuple of hashable values"
         ) from None
-    return num_tokens

@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from compile_backend.config import MAX_TOKENS, CompilationConfig, too_many_tokens
 from compile_backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from compile_backend.config import CompilationConfig
 
 _DEFAULT_MAXIMUM = 512
 
@@ -63,6 +62,9 @@ def capture_sizes(config: CompilationConfig, *, max_num_seqs: int, query_len: in
         config: explicit sizes, or an explicit maximum, or neither.
         max_num_seqs: most requests in a batch.
         query_len: tokens of each request in a uniform decode batch.
+
+    Raises:
+        ConfigError: the largest uniform decode batch has too many tokens to make graphs for.
     """
     explicit = config.cudagraph_capture_sizes
     mixed = explicit or _default_sizes(
@@ -70,6 +72,9 @@ def capture_sizes(config: CompilationConfig, *, max_num_seqs: int, query_len: in
     )
     is_bound = explicit or config.max_cudagraph_capture_size is not None or query_len == 1
     most_reqs = min(mixed[-1] // query_len, max_num_seqs) if is_bound else max_num_seqs
+    if most_reqs * query_len > MAX_TOKENS:
+        what = f"with {query_len} tokens for each request makes a decode batch that"
+        raise too_many_tokens("max_num_seqs", max_num_seqs, what)
     return CaptureSizes(mixed, _uniform_sizes(mixed, most_reqs, query_len))
 
 

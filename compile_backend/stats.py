@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from compile_backend.batch import BatchDescriptor
 from compile_backend.config import CUDAGraphMode
+from compile_backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,6 +79,9 @@ class Report:
         mode_resolved: what each graph's mode was lowered to.
         downgrades: each lowering of a mode with its reason.
         by_key: the counts of each (mode, key).
+        loads: distinct pieces that were read from the cache instead of compiled.
+        load_s: seconds that took.
+        unstorable: compiled pieces that the cache cannot hold.
     """
 
     graphs: int
@@ -90,14 +94,26 @@ class Report:
     mode_resolved: tuple[str, ...]
     downgrades: tuple[str, ...]
     by_key: dict[Row, KeyStats]
+    loads: int = 0
+    load_s: float = 0.0
+    unstorable: int = 0
 
-    def total(self, counted: str, mode: CUDAGraphMode | None = None) -> int:
+    def total(self, counted: str, mode: CUDAGraphMode | str | None = None) -> int:
         """One count of `KeyStats`, over all keys and, without a mode, all modes.
 
         Args:
             counted: the name of a field of `KeyStats`.
             mode: only what happened at this mode.
+
+        Raises:
+            ConfigError: nothing of that name is counted, or there is no such mode.
         """
+        known = [item.name for item in fields(KeyStats)]
+        if counted not in known:
+            fix = f"use one of {', '.join(known)}"
+            raise ConfigError("counted", counted, "is not counted", fix)
+        if mode is not None:
+            mode = CUDAGraphMode.parse(mode, option="mode")
         return sum(
             getattr(row, counted) for (at, _), row in self.by_key.items() if mode in (None, at)
         )

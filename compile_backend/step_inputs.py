@@ -1,8 +1,9 @@
 """The inputs of one step in memory that stays: laid out for the padded batch, sent in one copy.
 
 All tensors of a step lie in one block of bytes, one after the other for the sizes of its key, on
-the host and on the device alike. A step writes the host's block and copies it at once. Keys share
-the block, since only one step runs at a time; nothing here knows what the tensors mean.
+the host and on the device alike. A step writes the host's block and copies it at once; the copy
+may be part of a graph. Keys share the block, since only one step runs at a time; nothing here
+knows what the tensors mean.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import numpy as np
 import torch
 
 from compile_backend.errors import ConfigError
-from compile_backend.torch_internals import copy_all, weak_part
+from compile_backend.torch_internals import weak_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from compile_backend.shortcuts import Row
 
 _ALIGNMENT = 256
 
@@ -91,14 +94,14 @@ class Place:
 
     Attributes:
         spec: of the input.
-        hosts: in each block of the host.
-        arrays: the same as arrays; None for an element type that arrays lack.
+        host: in the block of the host.
+        array: the same as an array; None for an element type that arrays lack.
         device: on the device.
     """
 
     spec: InputSpec
-    hosts: tuple[torch.Tensor, ...]
-    arrays: tuple[np.ndarray[Any, Any], ...] | None
+    host: torch.Tensor
+    array: np.ndarray[Any, Any] | None
     device: torch.Tensor
 
     def rows(self, start: int | None, end: int | None) -> tuple[slice, ...]:
@@ -116,16 +119,18 @@ class Layout:
         num_reqs: padded.
         tensors: by name, on the device, at addresses that stay.
         places: likewise, with the memory of the host.
-        arrays: by name, for each block of the host, where the element type has arrays.
-        blocks: what is copied, from the host and to the device, for each block of the host.
+        arrays: by name, on the host, where the element type has arrays.
+        rows: the same in the order of the specs, as `shortcuts.put_inputs` takes them.
+        block: what is copied, from the host and to the device.
     """
 
     num_tokens: int
     num_reqs: int
     tensors: Mapping[str, torch.Tensor]
     places: Mapping[str, Place]
-    arrays: tuple[Arrays, ...]
-    blocks: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    arrays: Arrays
+    rows: tuple[Row, ...]
+    block: tuple[torch.Tensor, torch.Tensor]
 
 
 class StepInputs:
@@ -140,6 +145,10 @@ class StepInputs:
 
     Raises:
         ConfigError: two inputs have one name.
+
+    Attributes:
+        held: the layout of the last batch on the host, for whoever writes batches to tell; None
+            while one is being written.
     """
 
     def __init__(
@@ -161,16 +170,13 @@ class StepInputs:
         self.max_num_tokens, self.max_num_reqs = max_num_tokens, max_num_reqs
         _, num_bytes = self._offsets(max_num_tokens, max_num_reqs)
         self._device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.held: Layout | None = None
+        self._host_bytes = self._device_bytes
+        self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
-            # Two blocks: the host fills one while the device may still read the other.
-            self._host_bytes = [
-                torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
-            ]
-            self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
-        else:
-            self._host_bytes = [self._device_bytes]
-            self._copied = []
-        self._turn = 0
+            self._host_bytes = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+            # Every replay of a graph that holds the copy records it, as a plain copy does.
+            self._copied = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
 
     @property
     def num_bytes(self) -> int:
@@ -192,66 +198,49 @@ class StepInputs:
                 self._layouts[num_tokens, num_reqs] = layout
         return layout
 
-    def begin(self) -> int:
-        """Take a host block for the next step; waits if the device still reads it."""
-        if self._copied:
-            self._turn ^= 1
-            self._copied[self._turn].synchronize()
-        return self._turn
+    def begin(self) -> None:
+        """Wait until the device has read the last step's block; then the host's may be written."""
+        if self._copied is not None and not self._copied.query():  # type: ignore[no-untyped-call]
+            self._copied.synchronize()
 
-    def put(
-        self, place: Place, value: Any, size: int, turn: int
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def put(self, place: Place, value: Any, size: int) -> None:
         """Write one input of the batch, and fill what the padding adds.
 
         Args:
             place: where the input lies.
-            value: numbers, an array or a tensor.
+            value: numbers, an array or a tensor. One on the device comes by way of the host's
+                block, so that the step's one copy brings it too; nobody waits for that.
             size: its rows in the dimension that changes, without padding.
-            turn: which host block.
-
-        Returns:
-            The tensors to copy to and from once the block is sent, if the value is on a device.
 
         Raises:
             ValueError: the value has another shape, or fractions where the spec has integers.
         """
-        axis = place.spec.axis
-        host: Any = place.hosts[turn] if place.arrays is None else place.arrays[turn]
+        spec = place.spec
+        host: Any = place.host if place.array is None else place.array
         inside = place.rows(None, size)
         own = host[inside]
-        if host.shape[axis] > size:
-            host[place.rows(size, None)] = place.spec.pad
+        if host.shape[spec.axis] > size:
+            host[place.rows(size, None)] = spec.pad
         if isinstance(value, torch.Tensor):
-            _check_shape(place.spec, value.shape, own.shape)
-            _check_kind(place.spec, value.dtype, is_fraction=value.is_floating_point())
-            if value.device.type != "cpu":
-                return place.device[inside], value
+            _check_shape(spec, value.shape, own.shape)
+            _check_kind(spec, value.dtype, is_fraction=value.is_floating_point())
             with torch.no_grad():
-                place.hosts[turn][inside].copy_(value)
-            return None
-        value = np.asarray(value) if place.arrays is not None else torch.as_tensor(value)
-        _check_shape(place.spec, value.shape, own.shape)
+                place.host[inside].copy_(value, non_blocking=True)
+            if self._copied is not None and value.is_cuda:
+                self._copied.record()
+            return
+        value = np.asarray(value) if place.array is not None else torch.as_tensor(value)
+        _check_shape(spec, value.shape, own.shape)
         if isinstance(value, np.ndarray) and value.size:  # an empty list counts as fractions
-            _check_kind(place.spec, value.dtype, is_fraction=value.dtype.kind in "fc")
+            _check_kind(spec, value.dtype, is_fraction=value.dtype.kind in "fc")
         own[...] = value
-        return None
 
-    def send(
-        self,
-        layout: Layout,
-        turn: int,
-        from_device: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
-    ) -> None:
-        """Copy the block to the device, then over it what is there already."""
-        if self._copied:
-            source, target = layout.blocks[turn]
+    def send(self, layout: Layout) -> None:
+        """Copy the block to the device; in a capture, that becomes a part of the graph."""
+        if self._copied is not None:
+            source, target = layout.block
             target.copy_(source, non_blocking=True)
-            self._copied[turn].record()
-        if from_device:
-            targets, sources = zip(*from_device, strict=True)
-            with torch.no_grad():
-                copy_all(targets, sources)
+            self._copied.record()
 
     def _offsets(self, num_tokens: int, num_reqs: int) -> tuple[list[int], int]:
         offsets, end = [], 0
@@ -268,27 +257,23 @@ class StepInputs:
         places = {}
         for spec, offset in zip(self._specs, offsets, strict=True):
             sizes = spec.sizes(num_tokens, num_reqs)
-            hosts = tuple(_view(block, offset, spec.dtype, sizes) for block in self._host_bytes)
-            has_arrays = spec.dtype not in _NOT_IN_NUMPY
-            arrays = tuple(host.numpy() for host in hosts) if has_arrays else None
+            host = _view(self._host_bytes, offset, spec.dtype, sizes)
+            array = None if spec.dtype in _NOT_IN_NUMPY else host.numpy()
             device = _view(self._device_bytes, offset, spec.dtype, sizes)
             if self._on_new is not None:
                 self._on_new(device, spec)
-            places[spec.name] = Place(spec, hosts, arrays, device)
-        blocks = tuple(
-            (block[:num_bytes], self._device_bytes[:num_bytes]) for block in self._host_bytes
-        )
+            places[spec.name] = Place(spec, host, array, device)
         tensors = {name: place.device for name, place in places.items()}
-        by_turn: tuple[Arrays, ...] = tuple(
-            {
-                name: place.arrays[turn]
-                for name, place in places.items()
-                if place.arrays is not None
-            }
-            for turn in range(len(self._host_bytes))
+        arrays = {name: place.array for name, place in places.items() if place.array is not None}
+        rows = tuple(
+            (spec.name, places[spec.name].array, spec.axis, _DIMS.index(spec.dim), spec.pad)
+            for spec in self._specs
         )
-        return Layout(num_tokens, num_reqs, tensors, places, by_turn, blocks)
+        block = (self._host_bytes[:num_bytes], self._device_bytes[:num_bytes])
+        return Layout(num_tokens, num_reqs, tensors, places, arrays, rows, block)
 
+
+_DIMS = (Dim.NUM_TOKENS, Dim.NUM_REQS, Dim.NUM_REQS_PLUS_1)
 
 _NOT_IN_NUMPY = (
     torch.bfloat16,

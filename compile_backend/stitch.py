@@ -25,6 +25,7 @@ def stitch(
     runners: Mapping[str, Callable[..., Any]],
     *,
     takes_list: frozenset[str] = frozenset(),
+    held: Mapping[str, Sequence[Any]] | None = None,
 ) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """A function that runs all sections in order.
 
@@ -33,16 +34,28 @@ def stitch(
         runners: for each section's name, what to call with its inputs; returns its outputs in
             order.
         takes_list: names of sections whose runner takes its inputs as one list.
+        held: for the names of sections whose runner takes and returns nothing, the outputs that it
+            fills.
 
     Returns:
         A function from the graph's inputs to the tuple of its outputs.
     """
     local = {name: f"v{number}" for number, name in enumerate(_all_values(split))}
+    held = held or {}
+    kept = {
+        local[name]: value
+        for section in split.sections
+        if section.name in held
+        for name, value in zip(section.outputs, held[section.name], strict=True)
+    }
     last_reader = _last_readers(split)
     lines = ["def program(inputs):"]
     if split.inputs:
         lines.append(f"    {_targets(split.inputs, local)} = inputs")
     for number, section in enumerate(split.sections):
+        if section.name in held:
+            lines.append(f"    {section.name}()")
+            continue
         arguments = ", ".join(local[name] for name in section.inputs)
         call = f"[{arguments}]" if section.name in takes_list else arguments
         target = f"{_targets(section.outputs, local)} = " if section.outputs else ""
@@ -50,7 +63,7 @@ def stitch(
         dead = [
             local[name]
             for name in dict.fromkeys((*section.inputs, *section.outputs))
-            if last_reader.get(name, -1) <= number
+            if last_reader.get(name, -1) <= number and local[name] not in kept
         ]
         if dead:
             lines.append(f"    del {', '.join(dead)}")
@@ -67,7 +80,7 @@ def stitch(
             constants[f"c{number}"] = output.value
             items.append(f"c{number}")
     lines.append(f"    return ({', '.join(items)}{',' if items else ''})")
-    namespace: dict[str, Any] = {**runners, **constants}
+    namespace: dict[str, Any] = {**runners, **constants, **kept}
     exec(compile("\n".join(lines), "<stitched sections>", "exec"), namespace)  # noqa: S102
     program: Callable[[Sequence[Any]], tuple[Any, ...]] = namespace["program"]
     return program

@@ -41,8 +41,14 @@ class AttentionCGSupport(Enum):
         return self.value < other.value
 
     @classmethod
-    def parse(cls, value: str | int | AttentionCGSupport) -> AttentionCGSupport:
+    def parse(
+        cls, value: str | int | AttentionCGSupport, *, option: str = "attention_support"
+    ) -> AttentionCGSupport:
         """The level that a name (in any case), a number or a member means.
+
+        Args:
+            value: a name, a number or a member.
+            option: what the user set to it.
 
         Raises:
             ConfigError: it means none.
@@ -55,7 +61,7 @@ class AttentionCGSupport(Enum):
             if isinstance(value, int) and not isinstance(value, bool) and value == level.value:
                 return level
         names = ", ".join(level.name for level in cls)
-        raise ConfigError("attention_support", value, "is not a level", f"use one of {names}")
+        raise ConfigError(option, value, "is not a level", f"use one of {names}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +164,15 @@ def support_level(
         for name in names:
             if name in levels:
                 return levels[name]
-        globs = [glob for glob in levels if any(fnmatchcase(name, glob) for name in names)]
+        globs = [glob for glob in levels if speaks_of(glob, op_name)]
         if globs:
             return levels[max(globs, key=len)]
     return AttentionCGSupport.NEVER
+
+
+def speaks_of(pattern: str, op_name: str) -> bool:
+    """Whether a pattern stands for an op, or for a backend, among others."""
+    return any(name == pattern or fnmatchcase(name, pattern) for name in _names(op_name))
 
 
 def _names(op_name: str) -> tuple[str, ...]:

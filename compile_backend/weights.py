@@ -2,7 +2,7 @@
 
 A weight may be given other memory (`weight.data = ...`), or be replaced as a whole
 (`module.weight = ...`, `load_state_dict(assign=True)`, `module.cpu()`). Both are seen, since the
-modules' own tables are read anew; hundreds of weights take a few microseconds.
+modules' own tables are looked at; hundreds of weights take a few microseconds.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
+from compile_backend import shortcuts
 from compile_backend.torch_internals import are_at_addresses
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Weights:
         self._names: list[str] = []
         self._positions: list[int] = []
         self._addresses: list[int | None] = []
+        self._watched: object | None = None
         self.note()
 
     def note(self) -> None:
@@ -42,15 +44,21 @@ class Weights:
                 self._tables += [table] * len(names)
                 self._names += names
         self._positions = list(range(len(self._names)))
-        self._addresses = [tensor.data_ptr() for tensor in self._now()]
+        tensors = self.tensors()
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        self._addresses = [*addresses]
+        self._watched = shortcuts.watch(self._tables, self._names, tensors, addresses)
 
     def have_moved(self) -> bool:
         """Whether a weight is elsewhere, or gone."""
+        if self._watched is not None:
+            return shortcuts.have_moved(self._watched)
         try:
-            return not are_at_addresses(self._now(), self._addresses, self._positions)
+            return not are_at_addresses(self.tensors(), self._addresses, self._positions)
         except (KeyError, AttributeError, TypeError, RuntimeError):  # it is gone, or None
             return True
 
-    def _now(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
+        """What the modules' tables hold where weights were noted."""
         tables: list[Any] = self._tables
         return [*map(operator.getitem, tables, self._names)]

@@ -53,7 +53,8 @@ class CUDAGraphWrapper:
     Args:
         runnable: called with positional arguments; returns tensors and constants, nested in any
             way. It must do the same device work whenever the key is the same.
-        runtime_mode: PIECEWISE or FULL: the mode of a step in which this wrapper acts.
+        runtime_mode: PIECEWISE or FULL, or the name: the mode of a step in which this wrapper
+            acts.
         engine: captures and replays on the device of the arguments.
         name: stands for the callable in messages.
         num_warmups: eager runs before a key is captured.
@@ -73,7 +74,7 @@ class CUDAGraphWrapper:
     def __init__(
         self,
         runnable: Callable[..., Any],
-        runtime_mode: CUDAGraphMode,
+        runtime_mode: CUDAGraphMode | str,
         *,
         engine: GraphEngine,
         name: str = "",
@@ -85,6 +86,7 @@ class CUDAGraphWrapper:
         verify: bool = False,
         unwritten_outputs: frozenset[int] = frozenset(),
     ) -> None:
+        runtime_mode = CUDAGraphMode.parse(runtime_mode, option="runtime_mode")
         if runtime_mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
             raise ConfigError(
                 "runtime_mode", runtime_mode.name, "captures no graph", "use PIECEWISE or FULL"
@@ -128,18 +130,15 @@ class CUDAGraphWrapper:
             return self._replay(key, entry, args)
         return self._run_without_graph(key, entry, args)
 
-    def replay_held(self, key: BatchDescriptor) -> StaticGraph | None:
-        """Replay a normalised key's graph and return it; None where a call must look.
+    def graph_to_replay(self, key: BatchDescriptor) -> StaticGraph | None:
+        """A normalised key's graph; None where each replay must go through a call.
 
-        For whoever has just made sure that the arguments are those of the capture. It reads no
-        context, since a graph does not.
+        For whoever makes sure that the arguments are those of the capture. A graph reads no
+        context.
         """
         entry = self._entries.get(key)
-        if entry is None or entry.graph is None or self._verify or self._check_addresses:
-            return None
-        entry.graph.replay()
-        entry.stats.replays += 1
-        return entry.graph
+        is_checked = self._verify or self._check_addresses
+        return None if entry is None or is_checked else entry.graph
 
     def unwrap(self) -> Callable[..., Any]:
         """The callable itself."""
@@ -240,14 +239,21 @@ class CUDAGraphWrapper:
         return graph.outputs
 
     def _eager_results(self, args: Sequence[Any]) -> Any:
-        """Outputs and arguments after an eager run, with the arguments put back as they were."""
+        """Outputs and arguments after an eager run, which leaves no trace.
+
+        Arguments are put back as they were, and so are the generators of random numbers: the
+        replay that follows draws the very numbers of this run.
+        """
         written = [
             memory_of(arg)
             for arg in args
             if isinstance(arg, torch.Tensor) and not isinstance(arg, torch.nn.Parameter)
         ]
         before = [arg.clone() for arg in written]
-        results = (self._runnable(*args), tuple(args))
+        device = self._engine.device
+        forked = [device] if device.type == "cuda" else []  # that of the CPU always is
+        with torch.random.fork_rng(forked, device_type="cuda"):
+            results = (self._runnable(*args), tuple(args))
         results = tree_map(
             lambda item: item.clone() if isinstance(item, torch.Tensor) else item, results
         )

@@ -18,6 +18,7 @@ def pytest_configure() -> None:
     """Set what torch and transformers read once, when a test module first imports them."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["CUDAGRAPH_MODES_CACHE_SIZE_MB"] = "0"  # nothing goes to the user's cache
     if shutil.which("nvidia-smi") is None:  # Triton decides at import: kernels run in Python then
         os.environ["TRITON_INTERPRET"] = "1"
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

@@ -335,7 +335,7 @@ def attention_step(
     num_tokens, num_reqs = padded or (int(lens.sum()), len(lens))
     inputs = StepInputs(builder.input_spec, CPU, max_num_tokens=num_tokens, max_num_reqs=num_reqs)
     layout = inputs.layout(num_tokens, num_reqs)
-    for array in layout.arrays[0].values():
+    for array in layout.arrays.values():
         array[...] = 12345  # of an earlier step
     loader = BatchLoader(inputs, (), builder)
     loader.load(layout, Batch(query_lens=lens, inputs={}, attention=batch), lens, int(lens.sum()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +109,7 @@ def test_on_a_cpu_kernels_of_gpus_say_what_they_need(
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match=NEEDS[name]) as caught:
         make(name)
-    assert caught.value.option == "attention_backend"
+    assert caught.value.option == "backend"
     assert caught.value.value == name
 
 
@@ -124,6 +126,25 @@ def test_what_a_layer_lacks_is_told_before_anything_is_made(
     assert caught.value is reason
     with pytest.raises(ConfigError, match="head_size"):
         AttentionBackend.__init__(object.__new__(backend), SPEC, CACHE, CPU)
+
+
+@built
+@pytest.mark.parametrize("change", [{"dtype": torch.int8}, {"dtype": torch.int32}], ids=str)
+def test_a_cache_that_cannot_be_is_named_as_the_argument_that_users_pass(
+    row: BackendRow, change: dict[str, Any]
+) -> None:
+    error = row.load().unsupported(SPEC, replace(CACHE, **change))
+    assert isinstance(error, ConfigError)
+    assert error.option == "cache_dtype"
+    assert error.option in inspect.signature(paged_model).parameters
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "flashmla", "auto"])
+def test_a_backend_that_cannot_be_is_named_as_the_argument_that_users_pass(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(name, torch.device("meta"))
+    assert caught.value.option == "backend"
+    assert all("backend" in inspect.signature(f).parameters for f in (make_backend, paged_model))
 
 
 # --- auto -------------------------------------------------------------------------------------
@@ -170,7 +191,7 @@ def test_auto_on_a_gpu_is_the_first_that_can_run(
 
 
 def test_auto_on_a_device_without_a_backend_names_it() -> None:
-    with pytest.raises(ConfigError, match=r"attention_backend='auto' .*meta"):
+    with pytest.raises(ConfigError, match=r"backend='auto' .*meta"):
         make(AUTO, torch.device("meta"))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import pickle
 import threading
 import weakref
 from typing import Any
@@ -15,6 +17,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from toy import FULL, MODES, NONE, PIECEWISE, WIDTH, Twin, compiled, counts, rows, toy_model
 
 from compile_backend import BatchDescriptor, reset, set_forward_context, stats
+from compile_backend.backend import CudagraphModesBackend
 from compile_backend.context import current_forward_context
 
 attn_new = torch.ops.toy.attn_new
@@ -190,6 +193,24 @@ def test_random_numbers_are_new_in_every_replay_and_follow_the_seed():
     actual = run(x)
     torch.manual_seed(1)
     torch.testing.assert_close(actual, function(x))
+
+
+@GRAPH_MODES
+@pytest.mark.parametrize("piece_compiler", ["eager", "inductor"])
+def test_random_numbers_pass_verification_and_are_those_without_it(mode, piece_compiler):
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = attn_new(torch.nn.functional.dropout(x * 2, 0.5))
+        return torch.nn.functional.dropout(y, 0.5) + torch.rand_like(x) + torch.bernoulli(x * 0.5)
+
+    results: dict[str, list[torch.Tensor]] = {}
+    for debug in ("off", "verify"):
+        torch.manual_seed(3)
+        options = {"piece_compiler": piece_compiler, "debug": debug}
+        run, x = compiled(function, cudagraph_mode=mode, **options), torch.ones(4, WIDTH)
+        results[debug] = [run(x) for _ in range(5)]
+        assert stats(run).total("replays") >= 4
+    torch.testing.assert_close(results["verify"], results["off"])
+    assert not torch.equal(*results["verify"][-2:])
 
 
 # --- values that graphs would freeze ----------------------------------------------------------
@@ -453,6 +474,70 @@ def test_a_reset_of_dynamo_forgets_everything():
     for _ in range(3):
         both(rows(4))
     assert counts(both.stats, "captures") == {FULL: 1}
+
+
+def saved_and_loaded(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def compiled_in_place(model: torch.nn.Module) -> torch.nn.Module:
+    model.compile(backend="cudagraph_modes", options=toy.toy_options(cudagraph_mode="FULL"))
+    return model
+
+
+def with_a_compiled_layer(model: torch.nn.Module) -> torch.nn.Module:
+    model.layers[1] = compiled(model.layers[1], cudagraph_mode="FULL")
+    return model
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [lambda model: pickle.loads(pickle.dumps(model)), copy.deepcopy, saved_and_loaded],
+    ids=["pickle", "deepcopy", "save"],
+)
+@pytest.mark.parametrize(
+    "compile_with",
+    [
+        lambda model: compiled(model, cudagraph_mode="FULL"),
+        lambda model: compiled(model, cudagraph_mode="PIECEWISE"),
+        compiled_in_place,
+        with_a_compiled_layer,
+    ],
+    ids=["FULL", "PIECEWISE", "in place", "layer"],
+)
+def test_a_model_with_graphs_can_be_copied_and_its_copy_runs(compile_with, copied):
+    eager, run = toy_model(), compile_with(toy_model())
+    with torch.no_grad():
+        for call in (run, run, run, copied(run), run):
+            x = rows(4)
+            for _ in range(3):
+                torch.testing.assert_close(call(x), eager(x))
+
+
+def test_a_pickled_copy_counts_for_itself():
+    run = compiled(toy_model(), cudagraph_mode="FULL")
+    with torch.no_grad():
+        for _ in range(3):
+            run(rows(4))
+        other = pickle.loads(pickle.dumps(run))
+        assert stats(other).graphs == 0
+        for _ in range(5):
+            other(rows(4))
+    assert (stats(run).total("steps"), stats(other).total("steps")) == (3, 5)
+
+
+def test_a_backend_of_ones_own_is_pickled_without_what_it_compiled():
+    own = CudagraphModesBackend()
+    run = torch.compile(toy_model(), backend=own)
+    with torch.no_grad():
+        run(rows(4))
+    assert own.stats(run).graphs == 1
+    other = pickle.loads(pickle.dumps(own))
+    assert type(other) is CudagraphModesBackend
+    assert other.stats(run).graphs == 0
 
 
 def test_a_model_that_nobody_needs_is_freed():

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from compile_backend.cache import ArtefactCache, cache_directory
 from compile_backend.cli import main
 from compile_backend.llm import comparison
 from compile_backend.llm.comparison import Comparison
 from compile_backend.llm.generate import Generation
+from compile_backend.once import WarnOnce
 from compile_backend.stats import Report
 
 EAGER_PIECES = {"piece_compiler": "eager"}
@@ -192,7 +195,7 @@ def test_explain_as_json(model_dir: Path, capsys: pytest.CaptureFixture[str]) ->
         ("[1]", "must be a mapping"),
         ('{"cudagraph_mod": "FULL"}', "did you mean cudagraph_mode"),
         ('{"cudagraph_mode": "HALF"}', "cudagraph_mode='HALF' is not a mode"),
-        ('{"cache_dir": "here"}', "is not available"),
+        ('{"cache_dir": ""}', "must name a directory"),
     ],
 )
 def test_wrong_config(
@@ -247,6 +250,25 @@ def test_logging_is_left_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     before = (package.level, list(package.handlers))
     main(_arguments("generate", "./no/such/model"))
     assert (package.level, list(package.handlers)) == before
+
+
+def test_cache_is_listed_and_cleared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = ArtefactCache(cache_directory(str(tmp_path)), 2**20, WarnOnce())
+    store.keep("ab" * 32, "one", b"x" * 10000, {"model": "Llama", "piece": "piece_2", "ops": 31})
+    store.keep("cd" * 32, "one", b"x", {})
+    command = ["cache", "--cache-dir", str(tmp_path)]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert f"2 compiled pieces, 0.0 MiB in {tmp_path / 'pieces'}" in shown
+    assert re.search(r"Llama +piece_2 +31 +10 KiB", shown)
+    assert main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["count"], told["directory"]) == (2, str(tmp_path / "pieces"))
+    assert told["bytes"] == sum(entry["bytes"] for entry in told["entries"])
+    assert main([*command, "--clear"]) == 0
+    assert "removed 2 compiled pieces" in capsys.readouterr().out
+    assert main(command) == 0
+    assert capsys.readouterr().out.startswith("0 compiled pieces")
 
 
 def test_module_is_the_command() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import pathlib
 import pickle
 from typing import Any
@@ -52,6 +53,11 @@ def test_modes(mode, value, decode, mixed, separate):
 def test_modes_are_parsed_in_any_case(mode):
     for written in (mode, mode.name, mode.name.lower(), f" {mode.name.title()} "):
         assert CUDAGraphMode.parse(written) is mode
+
+
+def test_what_is_no_mode_is_refused_by_the_name_of_its_option():
+    with pytest.raises(ConfigError, match=r"^highest_mode='PARTIAL' is not a mode"):
+        CUDAGraphMode.parse("PARTIAL", option="highest_mode")
 
 
 @pytest.mark.parametrize("written", ["PARTIAL", "", 2, None])
@@ -137,19 +143,26 @@ FLAGS = [field.name for field in dataclasses.fields(CompilationConfig) if field.
         ("cudagraph_capture_sizes", (), "is empty", "use cudagraph_mode='NONE'"),
         ("max_cudagraph_capture_size", 0, "is too small", "use 1 or more"),
         ("max_cudagraph_capture_size", True, "must be an integer", "use 1 or more"),
+        ("max_cudagraph_capture_size", 10**9, "is more than 1048576", "at or below 1048576"),
+        ("cudagraph_capture_sizes", (1, 10**9), "holds 1000000000, which is", "at or below"),
+        ("cudagraph_capture_sizes", range(1, 10**9), "holds 999999999 sizes", "use a few"),
         ("cudagraph_capture", "eager", "is no choice", "use one of lazy, ahead"),
         ("debug", "on", "is no choice", "use one of off, addresses, verify"),
         ("piece_compiler", "nvcc", "is no choice", "use one of inductor, eager"),
         ("cudagraph_num_of_warmups", 0, "is too small", "use 1 or more"),
         ("cudagraph_num_of_warmups", 1.0, "must be an integer", "use 1 or more"),
         ("num_speculative_tokens", -1, "is too small", "use 0 or more"),
+        ("num_speculative_tokens", 10**9, "is more than 1048576", "at or below 1048576"),
         ("max_num_seqs", 0, "is too small", "use 1 or more"),
+        ("max_num_seqs", 10**9, "is more than 1048576", "at or below 1048576"),
         ("splitting_ops", "a::b", "must be a list of names", "use ('a::b',)"),
         ("splitting_ops", [""], "must be a list of names", "use ('my_library::my_op',)"),
         ("splitting_ops", 3, "must be a list of names", "use ('my_library::my_op',)"),
         ("attention_support", {"a::b": "MAYBE"}, "is not a level", "use one of NEVER"),
         ("attention_support", ["a::b"], "must map names", "use {'name': value}"),
         ("describe_batch", 3, "must be callable", "use a function or None"),
+        ("describe_batch", lambda: 0, "cannot be called with one", "take one argument"),
+        ("describe_batch", lambda a, b: 0, "cannot be called with one", "take one argument"),
         ("inductor_compile_config", {1: 2}, "must map names", "use {'name': value}"),
         ("inductor_passes", [], "must map names", "use {'name': value}"),
         ("compile_sizes", (8, 4), "must ascend", "use (4, 8)"),
@@ -174,6 +187,29 @@ def test_an_unknown_option_names_the_close_one_and_all():
     assert caught.value.option == "cudagraph_capture_size"
     assert "did you mean cudagraph_capture_sizes?" in caught.value.fix
     assert all(name in caught.value.fix for name in DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "close"),
+    [
+        (CompilationConfig, "cudagraph_mod", "cudagraph_mode"),
+        (CompilationConfig, "spliting_ops", "splitting_ops"),
+        (PassConfig, "enable_nop", "enable_noop"),
+        (
+            lambda **options: dataclasses.replace(config(), **options),
+            "max_num_seq",
+            "max_num_seqs",
+        ),
+    ],
+    ids=["config", "another", "passes", "replace"],
+)
+def test_an_unknown_option_is_answered_however_a_config_is_made(make, name, close):
+    with pytest.raises(ConfigError, match=f"{name}=1 is not an option; did you mean {close}"):
+        make(**{name: 1})
+
+
+def test_the_signature_of_a_config_names_its_options():
+    assert list(inspect.signature(CompilationConfig).parameters) == list(DEFAULTS)
 
 
 def test_options_must_be_a_mapping():
@@ -255,7 +291,6 @@ def test_query_length_of_uniform_decode_is_one_plus_the_guesses(guesses):
         ("inductor_passes", {"post_grad_custom_post_pass": print}),
         ("compile_sizes", [1]),
         ("compile_ranges_endpoints", [64]),
-        ("cache_dir", "here"),
     ],
 )
 def test_options_of_later_releases_are_not_ignored_in_silence(option, value):

@@ -64,6 +64,27 @@ def test_a_step_has_one_mode(mode):
         set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=KEY).__enter__()
 
 
+@pytest.mark.parametrize("mode", [NONE, PIECEWISE, FULL])
+def test_a_mode_may_be_given_by_name(mode):
+    for name in (mode.name, mode.name.lower()):
+        with set_forward_context(cudagraph_runtime_mode=name, batch_descriptor=KEY) as context:
+            assert context.cudagraph_runtime_mode is mode
+
+
+@pytest.mark.parametrize("mode", ["HALF", 2, None])
+def test_what_is_no_mode_is_refused(mode):
+    with pytest.raises(ConfigError, match=r"^cudagraph_runtime_mode=.* is not a mode; use one"):
+        set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=KEY).__enter__()
+
+
+@pytest.mark.parametrize("batch", [4, (4, 4), "4"])
+@pytest.mark.parametrize("mode", [NONE, FULL])
+def test_what_is_no_batch_is_refused(mode, batch):
+    with pytest.raises(ConfigError, match=r"^batch_descriptor=.* is no BatchDescriptor; pass"):
+        set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=batch).__enter__()
+    assert current_forward_context() is None
+
+
 @pytest.mark.parametrize("mode", [PIECEWISE, FULL])
 def test_a_mode_with_graphs_needs_its_batch(mode):
     with pytest.raises(ConfigError, match=r"batch_descriptor=None is missing for mode"):

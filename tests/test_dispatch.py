@@ -279,6 +279,25 @@ def test_two_models_with_their_own_query_lengths_do_not_share_keys():
     assert target.dispatch(decode(2))[0] is NONE
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_may_be_given_by_name(mode):
+    by_name, by_member = dispatcher_of(mode.name.lower()), dispatcher_of(mode)
+    assert all_keys(by_name) == all_keys(by_member)
+    assert by_name.keys("full") == by_member.keys(FULL)
+    for highest in (NONE, PIECEWISE, FULL):
+        route = by_name.dispatch(decode(4), highest_mode=highest.name)
+        assert route == by_member.dispatch(decode(4), highest_mode=highest)
+    with pytest.raises(ConfigError, match="highest_mode='HALF' is not a mode"):
+        by_name.dispatch(decode(4), highest_mode="HALF")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("limit", ["max_num_seqs", "query_len", "max_loras"])
+def test_limits_that_no_table_can_hold_are_refused_at_once(limit):
+    with pytest.raises(ConfigError, match=r"=1000000000 is more than 1048576"):
+        dispatcher_of(FULL, **{limit: 10**9})
+
+
 # Which key.
 
 

@@ -80,11 +80,15 @@ def test_docs_have_a_row_for_each_rule() -> None:
 def _rule_row(reason: str) -> list[str]:
     """What a rule does in any situation that can be."""
     found: dict[bool, dict[CUDAGraphMode, CUDAGraphMode]] = {True: {}, False: {}}
-    for mode, level, piecewise, query_len in product(
-        CUDAGraphMode, AttentionCGSupport, (True, False), (1, 2)
+    for mode, level, piecewise, query_len, uncapturable in product(
+        CUDAGraphMode, AttentionCGSupport, (True, False), (1, 2), (None, "piece_0")
     ):
         resolution = resolve_cudagraph_mode(
-            mode, level, piecewise=piecewise, uniform_decode_query_len=query_len
+            mode,
+            level,
+            piecewise=piecewise,
+            uniform_decode_query_len=query_len,
+            uncapturable=uncapturable,
         )
         for downgrade in resolution.downgrades:
             if downgrade.reason == reason:
@@ -128,7 +132,6 @@ def test_docs_say_what_is_not_available() -> None:
         "inductor_passes": {"mine": len},
         "compile_sizes": (1,),
         "compile_ranges_endpoints": (1,),
-        "cache_dir": "somewhere",
     }
     refused = [error.option for error in unavailable(CompilationConfig.from_options(asking))]
     section = OPTIONS.partition("## Not available yet")[2]

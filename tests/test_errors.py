@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from compile_backend.config import CUDAGraphMode
-from compile_backend.errors import CaptureError, ConfigError
+from compile_backend.errors import CaptureError, ConfigError, shown
 
 
 def test_message_names_option_value_problem_and_fix():
@@ -19,6 +19,28 @@ def test_strings_are_quoted_and_members_named():
     assert str(ConfigError("debug", "on", "is no choice", "use off")).startswith("debug='on' ")
     error = ConfigError("cudagraph_mode", CUDAGraphMode.FULL_AND_PIECEWISE, "x", "y")
     assert str(error) == "cudagraph_mode=FULL_AND_PIECEWISE x; y"
+
+
+class Long:
+    def __repr__(self) -> str:
+        return "several\nlines"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ((8, 4), "(8, 4)"),
+        ("two\nlines", r"'two\nlines'"),
+        (Long(), "<Long>"),
+        (tuple(range(51)), str(tuple(range(51)))),
+        (list(range(9999)), f"{str(list(range(9999)))[:400]}..."),
+        (CUDAGraphMode.FULL, "FULL"),
+    ],
+    ids=["short", "text", "lines", "sizes", "many", "member"],
+)
+def test_values_are_shown_in_short(value, text):
+    assert shown(value) == text
+    assert str(ConfigError("option", value, "x", "y")) == f"option={text} x; y"
 
 
 def test_config_error_survives_pickling():

@@ -159,15 +159,15 @@ class Refusal:
     "case",
     [
         Refusal(FlashAttention3, "soft_cap", spec=spec_of(soft_cap=30.0)),
-        Refusal(FlashAttention3, "kv_cache_dtype", cache=cache_of(dtype=torch.float8_e4m3fn)),
-        Refusal(FlashAttention3, "kv_cache_dtype", cache=cache_of(dtype=torch.float32)),
+        Refusal(FlashAttention3, "cache_dtype", cache=cache_of(dtype=torch.float8_e4m3fn)),
+        Refusal(FlashAttention3, "cache_dtype", cache=cache_of(dtype=torch.float32)),
         Refusal(FlashAttention3, "head_size", spec=spec_of(head_size=264)),
         Refusal(FlashAttention3, "head_size", spec=spec_of(head_size=100)),
         Refusal(FlashAttention2, "soft_cap", spec=spec_of(soft_cap=30.0)),
-        Refusal(FlashAttention2, "kv_cache_dtype", cache=cache_of(dtype=torch.float32)),
+        Refusal(FlashAttention2, "cache_dtype", cache=cache_of(dtype=torch.float32)),
         Refusal(FlashAttention2, "block_size", cache=cache_of(block_size=16)),
         Refusal(FlashAttention2, "head_size", spec=spec_of(head_size=512)),
-        Refusal(FlashInfer, "kv_cache_dtype", cache=cache_of(dtype=torch.float32)),
+        Refusal(FlashInfer, "cache_dtype", cache=cache_of(dtype=torch.float32)),
         Refusal(FlashInfer, "head_size", spec=spec_of(head_size=96)),
     ],
     ids=lambda case: f"{case.backend.name}-{case.option}",
@@ -179,7 +179,7 @@ def test_refusals_name_option_value_and_remedy(case: Refusal) -> None:
     values = {
         "soft_cap": case.spec.soft_cap,
         "head_size": case.spec.head_size,
-        "kv_cache_dtype": case.cache.dtype,
+        "cache_dtype": case.cache.dtype,
         "block_size": case.cache.block_size,
     }
     assert error.value == values[case.option]

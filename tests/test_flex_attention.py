@@ -312,7 +312,7 @@ def test_compilations_do_not_follow_sizes(page: int, monkeypatch: pytest.MonkeyP
 
 
 def test_what_it_cannot_do_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype=.*use the dtype of the model"):
+    with pytest.raises(ConfigError, match=r"cache_dtype=.*use the dtype of the model"):
         FlexAttention(make_spec(), make_format(dtype=torch.float8_e4m3fn), CPU)
     with pytest.raises(ConfigError, match="num_heads=129 are more than"):
         FlexAttention(make_spec(MAX_ROWS + 1, 1), make_format(), CPU)

@@ -259,6 +259,25 @@ def test_random_numbers_differ_in_every_replay_also_after_a_broken_capture(devic
         assert not torch.equal(first, graph.outputs)
 
 
+@pytest.mark.parametrize("piece_compiler", ["inductor", "eager"])
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_random_numbers_pass_verification_and_are_those_without_it(mode, piece_compiler, device):
+    def function(x: torch.Tensor) -> torch.Tensor:
+        q = nn.functional.dropout(x * 2, 0.5)
+        y = nn.functional.scaled_dot_product_attention(q, x, x)
+        return nn.functional.dropout(y, 0.5) + torch.rand_like(x) + torch.randn(64, device=device)
+
+    results: dict[str, list[torch.Tensor]] = {}
+    for debug in ("off", "verify"):
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        run, backend = compiled(function, mode, debug=debug, piece_compiler=piece_compiler)
+        results[debug] = [run(torch.ones(4, 64, device=device)) for _ in range(5)]
+        assert backend.stats(run).total("replays") >= 4
+    torch.testing.assert_close(results["verify"], results["off"])
+    assert not torch.equal(*results["verify"][-2:])
+
+
 def test_weak_outputs_let_later_captures_reuse_their_memory(device):
     engine = CudaEngine(device)
     x = torch.ones(1 << 20, device=device)

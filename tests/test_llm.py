@@ -1,6 +1,7 @@
 """Loading a model from where it may lie, and generating with it as transformers itself would."""
 
 import importlib.metadata
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -240,6 +241,26 @@ def test_what_cannot_be_generated_is_refused(
     assert caught.value.option == option
 
 
+@pytest.mark.parametrize("unknown", [-1, SIZES["vocab_size"], 10**12])
+@pytest.mark.parametrize("before", [(), (1, 2)])
+def test_a_token_that_the_model_does_not_know_is_refused(
+    unknown: int, before: tuple[int, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"has the token {unknown}, but .* 0 to") as caught:
+        encode_prompt(_tiny(), (*before, unknown))
+    assert caught.value.option == "prompt"
+    known = (0, SIZES["vocab_size"] - 1)
+    assert encode_prompt(_tiny(), known) == known
+
+
+def test_a_tokenizer_of_another_model_is_refused() -> None:
+    model = _tiny().model
+    model.resize_token_embeddings(2)
+    loaded = LoadedModel(model=model, tokenizer=_tiny_tokenizer(), name="small")
+    with pytest.raises(ConfigError, match="has the token 2, but small knows those from 0 to 1"):
+        encode_prompt(loaded, "what is this")
+
+
 def test_text_is_encoded_and_decoded() -> None:
     plain, chat = (
         LoadedModel(model=_tiny().model, tokenizer=tokenizer, name="x")
@@ -280,6 +301,17 @@ def test_a_tokenizer_is_loaded_with_its_model(tmp_path: Path) -> None:
     assert encode_prompt(load_model(tmp_path), "is this") == (2, 3)
 
 
+@pytest.mark.parametrize("contents", [b"", b"{}", b'{"version": "1.0"'])
+def test_a_model_with_a_damaged_tokenizer_takes_token_ids(
+    tmp_path: Path, contents: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    _tiny().model.save_pretrained(tmp_path)
+    _tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(contents)
+    assert load_model(tmp_path).tokenizer is None
+    assert "prompts are token ids" in caplog.text
+
+
 def _no_config(directory: Path) -> Path:
     return directory
 
@@ -302,6 +334,24 @@ def _broken_weights(directory: Path) -> Path:
     return directory
 
 
+def _broken_config(**entries: Any) -> Callable[[Path], Path]:
+    def make(directory: Path) -> Path:
+        _tiny().model.save_pretrained(directory)
+        config = directory / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **entries}))
+        return directory
+
+    return make
+
+
+def _gguf_of(contents: bytes) -> Callable[[Path], Path]:
+    def make(directory: Path) -> Path:
+        (directory / "model.gguf").write_bytes(contents)
+        return directory
+
+    return make
+
+
 def _encoder_decoder(directory: Path) -> Path:
     config = T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(config).save_pretrained(directory)
@@ -317,11 +367,22 @@ def _encoder_decoder(directory: Path) -> Path:
         (_another_file, r"not a \.gguf file"),
         (_broken_weights, "could not be loaded"),
         (_encoder_decoder, "could not be loaded as a causal language model"),
+        (_broken_config(hidden_size="many"), "could not be loaded"),
+        (_broken_config(hidden_size=48), "could not be loaded"),
+        (_broken_config(num_attention_heads=0), "could not be loaded"),
+        (_gguf_of(b""), "could not be read as a GGUF file .*it is empty"),
+        (_gguf_of(b"GGUF"), "could not be read as a GGUF file"),
+        (_gguf_of(b"no GGUF at all" * 99), "could not be read as a GGUF file"),
+        (_gguf_of(b"GGUF\3\0\0\0" + bytes(range(256)) * 9), "could not be read as a GGUF file"),
     ],
 )
 def test_what_is_no_model_is_refused(
-    tmp_path: Path, make: Callable[[Path], Path], problem: str
+    tmp_path: Path,
+    make: Callable[[Path], Path],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("CUDAGRAPH_MODES_CACHE", str(tmp_path / "cache"))
     with pytest.raises(ConfigError, match=problem) as caught:
         load_model(make(tmp_path))
     assert caught.value.option == "model"

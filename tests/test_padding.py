@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from toy import FULL, FULL_AND_PIECEWISE, NONE, PIECEWISE, WIDTH, Twin, counts, rows, toy_model
+from toy import (
+    FULL,
+    FULL_AND_PIECEWISE,
+    NONE,
+    PIECEWISE,
+    WIDTH,
+    Twin,
+    compiled,
+    counts,
+    rows,
+    toy_model,
+)
 
 attn_new = torch.ops.toy.attn_new
 
@@ -147,6 +158,76 @@ def test_fixed_sizes_cannot_be_padded_and_say_what_to_do(caplog):
     both = padded(lambda x: attn_new(x * 2) + 1, dynamic=False)
     both(rows(5))
     assert "compile with dynamic=True" in caplog.text
+
+
+@pytest.mark.parametrize("dynamic", [True, None, False])
+@pytest.mark.parametrize("shape", [(1, WIDTH), (1, 5)], ids=["one token", "one request"])
+def test_one_row_is_told_to_be_compiled_by_itself(dynamic, shape, caplog):
+    table = rows(10)
+
+    def function(ids: torch.Tensor) -> torch.Tensor:
+        embedded = torch.nn.functional.embedding(ids, table).flatten(0, 1) if shape[1] < 6 else ids
+        return attn_new(embedded * 2) + 1
+
+    both = padded(function, dynamic=dynamic, cudagraph_capture_sizes=[4, 8])
+    for _ in range(2):
+        both(torch.randint(0, 10, shape) if shape[1] < 6 else rows(1))
+    (why, remedy) = (r.message for r in caplog.records if "told once" in r.message)
+    assert "with 1 row is compiled for 1 row only, also with dynamic=True; add its number" in why
+    assert remedy.endswith("add it to cudagraph_capture_sizes")
+    assert "dynamic=True" not in remedy
+    assert "1 tokens" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("make", "says", "says_not"),
+    [
+        (lambda: rows(1), "a call of 1 token runs", "cudagraph_pad_inputs"),
+        (lambda: rows(1), "padding is no help, since 1 row is", "or set"),
+        (lambda: rows(5), "or set cudagraph_pad_inputs=True and compile with dynamic", "no help"),
+        (lambda: rows(9), "a call of 9 tokens runs", "pad"),
+    ],
+    ids=["grammar", "one row", "between two sizes", "above the largest"],
+)
+def test_padding_is_advised_only_where_it_would_help(make, says, says_not, caplog):
+    run = compiled(
+        lambda x: attn_new(x * 2) + 1, cudagraph_mode="FULL", cudagraph_capture_sizes=[4, 8]
+    )
+    for _ in range(3):
+        run(make())
+    (told,) = (r.message for r in caplog.records if "no capture size" in r.message)
+    assert says in told
+    assert says_not not in told
+
+
+def function_of_two(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return attn_new(x * 2) + y.sum()
+
+
+def test_each_reason_for_not_padding_a_call_is_the_true_one(caplog):
+    both = padded(function_of_two)
+    fixed = rows(5)
+    torch._dynamo.mark_static(fixed, 0)
+    both(rows(7), fixed)
+    both(rows(5), fixed)
+    assert "an input whose size is fixed has as many rows" in caplog.text
+
+    def in_place(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return attn_new(y * 2) + x
+
+    base = rows(6)
+    padded(in_place)(base[1:], base[:-1])
+    assert "a tensor that is written shares memory with another input" in caplog.text
+
+    both = padded(lambda x: attn_new(x * 2) + 1 if x.shape[0] < 7 else attn_new(x * 3) - 1)
+    both(rows(5))
+    assert "was compiled for sizes that the next capture size is not among" in caplog.text
+    ids = torch.randint(0, 10, (3, 2))
+    both = padded(lambda x: torch.ops.toy.attn_new(x.float() * 2) + 1, cudagraph_capture_sizes=[7])
+    both(ids)
+    assert "the next capture size makes no whole rows" in caplog.text
+    padded(lambda x: x * 2)(torch.tensor(1.0))
 
 
 def test_an_input_of_another_layout_keeps_it():

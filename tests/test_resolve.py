@@ -22,7 +22,7 @@ SINGLE = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 UNIFORM = AttentionCGSupport.UNIFORM_BATCH
 ALWAYS = AttentionCGSupport.ALWAYS
 
-NO_PIECES, NO_PIECES_BUT_WHOLE, MIXED_FULL, FULL_NEVER, FULL_SPECULATING = RULES
+UNCAPTURABLE, NO_PIECES, NO_PIECES_BUT_WHOLE, MIXED_FULL, FULL_NEVER, FULL_SPECULATING = RULES
 
 modes = st.sampled_from(CUDAGraphMode)
 levels = st.sampled_from(AttentionCGSupport)
@@ -50,6 +50,20 @@ def can_capture(
         needed = ALWAYS if mixed else SINGLE if query_len == 1 else UNIFORM
         return support >= needed
     return True
+
+
+@given(modes, levels, st.booleans(), query_lens)
+def test_mode_and_level_may_be_given_by_name(mode, level, piecewise, query_len):
+    facts = {"piecewise": piecewise, "uniform_decode_query_len": query_len}
+    by_name = resolve_cudagraph_mode(mode.name.lower(), level.name, **facts)
+    assert by_name == resolve_cudagraph_mode(mode, level, **facts)
+
+
+@pytest.mark.parametrize("arguments", [("HALF", "ALWAYS"), ("FULL", "HALF")])
+def test_what_is_no_mode_or_level_is_refused(arguments):
+    option = "requested" if arguments[0] == "HALF" else "support"
+    with pytest.raises(ConfigError, match=f"^{option}='HALF' is not a"):
+        resolve_cudagraph_mode(*arguments, piecewise=True)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +119,25 @@ def test_rules(requested, support, piecewise, query_len, mode, rules):
     )
     assert resolution.mode is mode
     assert [step.reason for step in resolution.downgrades] == [rule.reason for rule in rules]
+
+
+@pytest.mark.parametrize("mode", CUDAGraphMode)
+@pytest.mark.parametrize("level", AttentionCGSupport)
+@pytest.mark.parametrize("piecewise", [True, False])
+def test_a_piece_that_no_graph_can_hold_rules_out_full_graphs_and_says_which(
+    mode, level, piecewise
+):
+    why = "piece_3 works on cpu"
+    resolution = resolve_cudagraph_mode(mode, level, piecewise=piecewise, uncapturable=why)
+    assert not resolution.mode.has_full_cudagraphs()
+    told = [step for step in resolution.downgrades if step.reason == UNCAPTURABLE.reason]
+    assert len(told) == mode.has_full_cudagraphs()
+    assert all(str(step).endswith(f"no graph can hold: {why}") for step in told)
+    if told:
+        assert resolution.downgrades == tuple(told)
+        assert resolution.mode is (PIECEWISE if piecewise else NONE)
+        with pytest.raises(ConfigError, match=why):
+            resolve_cudagraph_mode(mode, level, piecewise=piecewise, uncapturable=why, strict=True)
 
 
 def test_every_rule_has_its_own_reason():

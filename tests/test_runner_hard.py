@@ -698,7 +698,7 @@ class OwnBuilder:
     def is_decode(self, batch: Any, query_lens: Any) -> bool:
         return bool((np.asarray(batch) > query_lens).all())
 
-    def fill(self, batch: Any, query_lens: Any, host: Any) -> None:
+    def fill(self, batch: Any, query_lens: Any, host: Any, *, is_refill: bool) -> None:
         host["lens"][: len(query_lens)] = batch
         host["lens"][len(query_lens) :] = 0
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compile_backend.config import CompilationConfig
+from compile_backend.config import MAX_TOKENS, CompilationConfig
 from compile_backend.errors import ConfigError
 from compile_backend.sizes import (
     CaptureSizes,
@@ -103,6 +103,31 @@ def test_reaching_the_largest_decode_batch_adds_few_sizes():
 
 def test_the_default_maximum_binds_decode_batches_of_single_tokens():
     assert sizes_of(max_num_seqs=1024).uniform[-1] == 512
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("max_num_seqs", "query_len"), [(MAX_TOKENS, 2), (2, MAX_TOKENS), (1024, 1025)]
+)
+def test_decode_batches_too_large_for_tables_are_refused_with_both_numbers(
+    max_num_seqs, query_len
+):
+    with pytest.raises(ConfigError, match=rf"max_num_seqs={max_num_seqs} with {query_len} tokens"):
+        sizes_of(max_num_seqs=max_num_seqs, query_len=query_len)
+    bound = sizes_of(
+        max_num_seqs=max_num_seqs, query_len=query_len, max_cudagraph_capture_size=4096
+    )
+    assert max(bound.uniform, default=0) <= 4096
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "options",
+    [{"max_cudagraph_capture_size": MAX_TOKENS}, {"cudagraph_capture_sizes": [1, MAX_TOKENS]}],
+    ids=["maximum", "list"],
+)
+def test_the_largest_size_of_all_can_be_had(options):
+    assert sizes_of(**options).mixed[-1] == MAX_TOKENS
 
 
 @given(st.integers(1, 300), st.integers(1, 20), size_options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from toy import SPLITTING_OPS, VARIANTS, WIDTH, dynamo_graph, rows, toy_model
 
 from compile_backend.errors import ConfigError
-from compile_backend.op_names import SplittingOps
+from compile_backend.op_names import SplittingOps, normal_name
 from compile_backend.pipeline import prepare_for_split
 from compile_backend.split import SplitGraph, is_trivial, split_graph
 from compile_backend.stitch import stitch
@@ -289,6 +290,42 @@ def test_names_that_cut(names, found):
     assert [name for section in split.eager_sections for name in section.ops] == found
 
 
-def test_a_name_that_can_be_none_is_refused_before_anything_is_split():
-    with pytest.raises(ConfigError, match=r"splitting_ops='my op\.f' .*; write `ns::op`"):
-        SplittingOps(("my op.f",))
+@pytest.mark.parametrize(
+    "name",
+    ["my op.f", "my_op", "toy:attn_new", "toy::", "::attn_new", "a::b::c", "a::b.c.d", "a..f", ""],
+)
+def test_a_name_that_can_be_none_is_refused_before_anything_is_split(name):
+    with pytest.raises(ConfigError, match=rf"splitting_ops='{re.escape(name)}' .*write `ns::op`"):
+        SplittingOps((name,))
+
+
+@pytest.mark.parametrize(
+    "name", ["flex_attention", "toy::attn_new", "aten::mm.default", "a.b", "no_such::op", "my_*"]
+)
+def test_a_name_of_a_right_form_is_accepted_whether_or_not_something_has_it(name):
+    assert SplittingOps((name,)).names == (name,)
+
+
+def test_names_that_stand_for_nothing_are_told():
+    graph = dynamo_graph(both, rows(4)).graph
+    functional = "torch.nn.functional.scaled_dot_product_attention"
+    names = ("toy::attn_new", "toy::attn_knew", functional, "toy::*", "my_*", "no.function")
+    splitting_ops = SplittingOps(names)
+    cutting = splitting_ops.cutting(graph)
+    assert len(cutting) == 2
+    assert splitting_ops.matching_none_of(cutting) == ("toy::attn_knew", "my_*", "no.function")
+
+
+@pytest.mark.parametrize(
+    ("name", "normal"),
+    [
+        (
+            "torch.nn.functional.scaled_dot_product_attention",
+            "torch._C._nn.scaled_dot_product_attention",
+        ),
+        *((name, name) for name in ("toy::*", "aten::mm.out", "flex_attention", "no.function")),
+        *((name, name) for name in (".x", "..x", "a..b", "a b.c", "torch.*", "")),
+    ],
+)
+def test_a_function_goes_by_the_name_that_graphs_give_it(name, normal):
+    assert normal_name(name) == normal

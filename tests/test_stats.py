@@ -1,6 +1,7 @@
 """Reports add up what each graph counted, and are plain enough for JSON."""
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from toy import FULL, NONE, PIECEWISE, Twin, compiled, counts, rows, toy_model, toy_options
 
 from compile_backend import BatchDescriptor, ConfigError, stats
-from compile_backend.stats import GraphStats, KeyStats, added_rows
+from compile_backend.stats import GraphStats, KeyStats, Report, added_rows
 
 KEY = BatchDescriptor(4, 4)
 
@@ -53,6 +54,22 @@ def test_a_report_is_plain_enough_for_json():
     assert row["mode"] == "FULL"
     assert row["key"]["num_tokens"] == 4
     assert row["replays"] == 2
+
+
+@pytest.mark.parametrize("by_key", [{}, {(FULL, KEY): KeyStats(steps=2)}], ids=["none", "some"])
+@pytest.mark.parametrize("counted", ["nope", "add", "step"])
+def test_what_is_not_counted_is_answered_with_what_is(by_key, counted):
+    report = Report(1, 1, 0, 1, 0.0, 0.0, (), (), (), by_key)
+    with pytest.raises(ConfigError, match=f"counted='{counted}' is not counted") as caught:
+        report.total(counted)
+    assert all(item.name in caught.value.fix for item in dataclasses.fields(KeyStats))
+
+
+def test_totals_take_a_mode_by_name_and_refuse_another():
+    report = Report(1, 1, 0, 1, 0.0, 0.0, (), (), (), {(FULL, KEY): KeyStats(steps=2)})
+    assert (report.total("steps", "FULL"), report.total("steps", "piecewise")) == (2, 0)
+    with pytest.raises(ConfigError, match="mode='HALF' is not a mode"):
+        report.total("steps", "HALF")
 
 
 def test_each_lowering_of_the_mode_is_reported_with_its_reason():
@@ -122,6 +139,11 @@ def test_calls_that_need_gradients_are_counted():
 def test_what_was_not_compiled_has_no_report(other):
     with pytest.raises(ConfigError, match=r"was not made by torch.compile; pass what"):
         stats(other)
+
+
+def test_a_model_that_was_not_compiled_is_named_by_its_class():
+    with pytest.raises(ConfigError, match=r"^compiled=<ToyModel> was not made by torch.compile"):
+        stats(toy_model())
 
 
 def test_what_another_backend_compiled_has_an_empty_report_or_none():

@@ -39,13 +39,12 @@ def step_inputs(*specs: InputSpec, num_tokens: int = 8, num_reqs: int = 4) -> St
     return StepInputs(specs, CPU, max_num_tokens=num_tokens, max_num_reqs=num_reqs)
 
 
-def put(inputs: StepInputs, name: str, value: Any, size: int, padded: tuple[int, int]) -> Any:
+def put(inputs: StepInputs, name: str, value: Any, size: int, padded: tuple[int, int]) -> None:
     """One input of a step in a layout of `padded` tokens and requests."""
     layout = inputs.layout(*padded)
-    turn = inputs.begin()
-    later = inputs.put(layout.places[name], value, size, turn)
-    inputs.send(layout, turn)
-    return later
+    inputs.begin()
+    inputs.put(layout.places[name], value, size)
+    inputs.send(layout)
 
 
 # --- specs ------------------------------------------------------------------------------------
@@ -95,7 +94,8 @@ def test_every_input_holds_its_batch_and_its_padding(drawn: list[InputSpec], dat
         num_tokens, num_reqs = data.draw(st.integers(0, 8)), data.draw(st.integers(0, 4))
         padded = (data.draw(st.integers(num_tokens, 8)), data.draw(st.integers(num_reqs, 4)))
         layout = inputs.layout(*padded)
-        turn, values = inputs.begin(), {}
+        values = {}
+        inputs.begin()
         random = torch.Generator().manual_seed(seed)
         for spec in all_specs:
             sizes = spec.sizes(num_tokens, num_reqs)
@@ -107,8 +107,8 @@ def test_every_input_holds_its_batch_and_its_padding(drawn: list[InputSpec], dat
             if form == "list" and 0 not in sizes:
                 given_as = given_as.tolist()
             size = spec.dim.of(num_tokens, num_reqs)
-            assert inputs.put(layout.places[spec.name], given_as, size, turn) is None
-        inputs.send(layout, turn)
+            inputs.put(layout.places[spec.name], given_as, size)
+        inputs.send(layout)
         for spec in all_specs:
             held, size = layout.tensors[spec.name], spec.dim.of(num_tokens, num_reqs)
             assert held.shape == spec.sizes(*padded)
@@ -181,10 +181,10 @@ def test_arrays_are_the_memory_of_the_host() -> None:
     inputs = step_inputs(
         InputSpec("x", (TOKENS,), torch.int32), InputSpec("half", (TOKENS,), torch.bfloat16)
     )
-    layout, turn = inputs.layout(4, 1), inputs.begin()
-    assert layout.arrays[turn].keys() == {"x"}
-    layout.arrays[turn]["x"][:] = [1, 2, 3, 4]
-    inputs.send(layout, turn)
+    layout = inputs.layout(4, 1)
+    assert layout.arrays.keys() == {"x"}
+    layout.arrays["x"][:] = [1, 2, 3, 4]
+    inputs.send(layout)
     assert layout.tensors["x"].tolist() == [1, 2, 3, 4]
 
 
@@ -207,20 +207,6 @@ def test_more_rows_than_the_layout_has_are_refused() -> None:
         put(inputs, "x", range(5), 5, (4, 1))
 
 
-def test_what_is_on_a_device_is_copied_there_after_the_block() -> None:
-    inputs = step_inputs(InputSpec("x", (2, TOKENS), torch.int32, pad=9))
-    layout, turn = inputs.layout(4, 1), inputs.begin()
-    value = torch.empty(2, 3, dtype=torch.int32, device="meta")
-    target, source = inputs.put(layout.places["x"], value, 3, turn)
-    assert source is value
-    assert target.shape == value.shape
-    assert target.data_ptr() == layout.tensors["x"].data_ptr()
-    inputs.send(layout, turn, [(target, torch.arange(6, dtype=torch.int32).view(2, 3))])
-    assert layout.tensors["x"].tolist() == [[0, 1, 2, 9], [3, 4, 5, 9]]
-    with pytest.raises(ValueError, match="input 'x' has shape"):
-        inputs.put(layout.places["x"], value, 2, turn)
-
-
 def test_values_of_training_leave_no_trace() -> None:
     """Weights of embeddings that a caller computed may want gradients; the memory does not."""
     inputs = step_inputs(InputSpec("x", (TOKENS,), torch.float32))
@@ -235,23 +221,55 @@ def test_values_of_training_leave_no_trace() -> None:
 
 
 @pytest.mark.gpu
-def test_steps_that_follow_each_other_do_not_mix_on_a_gpu() -> None:
-    """The host is ahead of the device by one step, which reads a block of its own."""
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_steps_that_follow_each_other_do_not_mix_on_a_gpu(is_captured: bool) -> None:
+    """The host is ahead of the device, whose queue is never empty; nothing overtakes."""
     cuda = torch.empty(0, device="cuda").device
     specs = (InputSpec("x", (TOKENS, 64), torch.int64), InputSpec("y", (REQS,), torch.int32))
     inputs = StepInputs(specs, cuda, max_num_tokens=4096, max_num_reqs=8)
-    layout, seen = inputs.layout(4096, 8), []
-    for step in range(12):
-        turn = inputs.begin()
-        inputs.put(layout.places["x"], np.full((4000, 64), step), 4000, turn)
-        on_device = torch.full((5,), -step, dtype=torch.int32, device=cuda)
-        later = inputs.put(layout.places["y"], on_device, 5, turn)
-        inputs.send(layout, turn, [later])
-        seen.append([layout.tensors["x"].sum(), layout.tensors["y"].sum()])
+    layout = inputs.layout(4096, 8)
+
+    def step() -> list[torch.Tensor]:
+        inputs.send(layout)
+        return [layout.tensors["x"].sum(), layout.tensors["y"].sum()]
+
+    results, graph = step(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    if is_captured:
+        with torch.cuda.graph(graph):
+            results = step()
+    seen = []
+    for number in range(12):
+        torch.cuda._sleep(10_000_000)  # some milliseconds
+        inputs.begin()
+        inputs.put(layout.places["x"], np.full((4000, 64), number), 4000)
+        inputs.put(layout.places["y"], torch.full((5,), -number, device=cuda), 5)
+        if is_captured:
+            graph.replay()
+        else:
+            results = step()
+        seen.append([result.clone() for result in results])
     assert [[int(x), int(y)] for x, y in seen] == [
-        [4000 * 64 * step, -5 * step] for step in range(12)
+        [4000 * 64 * number, -5 * number] for number in range(12)
     ]
     assert layout.tensors["x"].untyped_storage().data_ptr() == layout.tensors["x"].data_ptr()
+
+
+@pytest.mark.gpu
+def test_what_a_refused_step_began_does_not_reach_the_next_one() -> None:
+    """Its value on the device arrives late at the host's block, which is written again by then."""
+    cuda = torch.empty(0, device="cuda").device
+    inputs = StepInputs(
+        (InputSpec("x", (REQS,), torch.int32),), cuda, max_num_tokens=8, max_num_reqs=8
+    )
+    layout = inputs.layout(8, 8)
+    inputs.begin()
+    torch.cuda._sleep(100_000_000)
+    inputs.put(layout.places["x"], torch.full((8,), 5, dtype=torch.int32, device=cuda), 8)
+    inputs.begin()  # of another step: the first was given up
+    inputs.put(layout.places["x"], np.full(8, 7, np.int32), 8)
+    inputs.send(layout)
+    assert layout.tensors["x"].tolist() == [7] * 8
 
 
 # --- batches ----------------------------------------------------------------------------------
@@ -266,7 +284,11 @@ class CountingBuilder:
     max_query_len = 99
     input_spec = (InputSpec("numbers", (TOKENS,), torch.int32, pad=-1),)
 
-    def fill(self, batch: Any, query_lens: Any, host: Any) -> None:
+    def __init__(self) -> None:
+        self.refills: list[bool] = []
+
+    def fill(self, batch: Any, query_lens: Any, host: Any, *, is_refill: bool) -> None:
+        self.refills.append(is_refill)
         num_tokens = int(query_lens.sum())
         host["numbers"][:num_tokens] = batch + np.arange(num_tokens)
         host["numbers"][num_tokens:] = -1
@@ -290,6 +312,23 @@ def test_a_batch_brings_inputs_of_model_and_attention() -> None:
     assert ids.tolist() == [[7, 8, 9, 10, 3, 3]]
     assert last.tolist() == [0, 3, 0]
     assert layout.tensors["numbers"].tolist() == [5, 6, 7, 8, -1, -1]
+
+
+def test_a_builder_is_told_whether_its_tensors_hold_its_last_batch() -> None:
+    """Layouts share the memory, and a refused step may have written anything."""
+    builder = CountingBuilder()
+    held = loader(builder)
+    small, large = held.inputs.layout(2, 1), held.inputs.layout(6, 3)
+    lens = np.array([1], np.int32)
+    batch = Batch(query_lens=lens, inputs={"last": [0], "ids": [[7]]}, attention=5)
+    refused = Batch(query_lens=lens, inputs={"last": [0], "ids": [[7, 8]]}, attention=5)
+    for layout in (small, small, large, small):
+        held.load(layout, batch, lens, 1)
+    with pytest.raises(ValueError, match="'ids' has shape"):
+        held.load(large, refused, lens, 1)
+    for layout in (small, small):
+        held.load(layout, batch, lens, 1)
+    assert builder.refills == [False, True, False, False, False, True]
 
 
 @pytest.mark.parametrize("value", [[[0.5]], np.array([[0.5]]), torch.tensor([[0.5]])])

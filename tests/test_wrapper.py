@@ -58,6 +58,16 @@ def test_only_a_mode_that_captures_can_be_wrapped(mode):
         wrapped(Counted(), mode)
 
 
+def test_a_mode_may_be_given_by_name():
+    wrapper = wrapped(Counted(), "full")
+    for _ in range(3):
+        with step("FULL"):
+            wrapper(torch.ones(4))
+    assert wrapper.holds(KEY)
+    with pytest.raises(ConfigError, match="runtime_mode='HALF' is not a mode"):
+        wrapped(Counted(), "HALF")
+
+
 @pytest.mark.parametrize("mode", [PIECEWISE, FULL])
 @pytest.mark.parametrize("num_warmups", [1, 3])
 def test_warm_ups_then_a_capture_then_replays(mode, num_warmups):
@@ -274,6 +284,39 @@ def test_verify_notices_what_the_graph_froze():
         wrapper(x)
         numbers[0] = 2.0
         with pytest.raises(CaptureError, match=r"verify: frozen replayed at FULL for .*tensor 0"):
+            wrapper(x)
+
+
+def draws(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.dropout(x, 0.5) + torch.rand_like(x) + torch.randn(4)
+
+
+def test_verify_runs_eagerly_on_the_random_numbers_of_the_replay():
+    results = {}
+    for verify in (True, False):
+        torch.manual_seed(7)
+        wrapper, x = wrapped(draws, verify=verify), torch.ones(4)
+        results[verify] = []
+        for _ in range(5):
+            with step(FULL):
+                results[verify].append(wrapper(x).tolist())
+        results[verify].append(torch.rand(4).tolist())
+    assert results[True] == results[False]
+    assert len({tuple(result) for result in results[True]}) == 6
+
+
+def test_verify_notices_a_wrong_number_beside_random_ones():
+    numbers, engine, x = [1.0], ReferenceEngine(), torch.ones(4)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return torch.rand(4) * (1.0 if engine.is_capturing() else numbers[0]) + x
+
+    wrapper = wrapped(run, engine=engine, verify=True)
+    with step(FULL):
+        for _ in range(3):
+            wrapper(x)
+        numbers[0] = 2.0
+        with pytest.raises(CaptureError, match="differs from an eager run"):
             wrapper(x)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from compile_backend import shortcuts
 from compile_backend.attention.metadata import AttentionMetadata, HostLengths, StepAttention
 from compile_backend.errors import ConfigError
 from compile_backend.step_inputs import Dim, InputSpec
@@ -74,6 +75,7 @@ class AttentionMetadataBuilder:
         self.max_query_len = cache.max_model_len
         self._cache = cache
         self._num_blocks = num_blocks
+        self._limits = (cache.max_model_len, num_blocks, cache.block_size)
         self.input_spec = (
             InputSpec("query_start_loc", (Dim.NUM_REQS_PLUS_1,), torch.int32),
             InputSpec("seq_lens", (Dim.NUM_REQS,), torch.int32),
@@ -83,6 +85,9 @@ class AttentionMetadataBuilder:
 
     def is_decode(self, batch: AttentionBatch, query_lens: npt.NDArray[np.int32]) -> bool:
         """Whether every request had tokens before this step; a whole prompt had none."""
+        known = shortcuts.all_longer(batch.seq_lens, query_lens)
+        if known is not None:
+            return known
         seq_lens = _rows("seq_lens", batch.seq_lens, len(query_lens))
         return bool(np.logical_and.reduce(seq_lens > query_lens))
 
@@ -91,6 +96,8 @@ class AttentionMetadataBuilder:
         batch: AttentionBatch,
         query_lens: npt.NDArray[np.int32],
         host: Mapping[str, npt.NDArray[Any]],
+        *,
+        is_refill: bool = False,
     ) -> None:
         """Write a batch into the host's tensors, which are padded.
 
@@ -98,13 +105,18 @@ class AttentionMetadataBuilder:
             batch: the requests.
             query_lens: `[num_reqs]`.
             host: the tensors of `input_spec` by name.
+            is_refill: whether they hold what the last call wrote to them.
 
         Raises:
             ValueError: the batch contradicts itself, or does not fit the cache.
         """
+        starts, seq_lens = host["query_start_loc"], host["seq_lens"]
+        table, slots = host["block_table"], host["slot_mapping"]
+        given = (query_lens, batch.seq_lens, batch.block_table, batch.slot_mapping)
+        held = (starts, seq_lens, table, slots)
+        if shortcuts.fill_attention(*given, *held, *self._limits, is_refill):
+            return
         num_reqs = len(query_lens)
-        starts, slots, table = host["query_start_loc"], host["slot_mapping"], host["block_table"]
-        seq_lens = host["seq_lens"]
         starts[0] = 0
         np.cumsum(query_lens, out=starts[1 : num_reqs + 1])
         num_tokens = int(starts[num_reqs])
@@ -122,9 +134,10 @@ class AttentionMetadataBuilder:
         if batch.slot_mapping is None:
             own_slots[...] = self._slots(query_lens, own_lens, table, starts)
         else:
-            given = _rows("slot_mapping", batch.slot_mapping, num_tokens)
-            _check_range("slot_mapping", given, -1, self._num_blocks * self._cache.block_size)
-            own_slots[...] = given
+            given_slots = _rows("slot_mapping", batch.slot_mapping, num_tokens)
+            num_slots = self._num_blocks * self._cache.block_size
+            _check_range("slot_mapping", given_slots, -1, num_slots)
+            own_slots[...] = given_slots
         if num_reqs < len(seq_lens):
             starts[num_reqs + 1 :] = num_tokens
             seq_lens[num_reqs:] = 0

@@ -115,7 +115,7 @@ class FlashInfer(AttentionBackend):
         """Caches and heads that there are no kernels for."""
         if cache.dtype not in _CACHE_DTYPES:
             return ConfigError(
-                "kv_cache_dtype",
+                "cache_dtype",
                 cache.dtype,
                 "has no kernels in FlashInfer",
                 "use torch.bfloat16, torch.float16 or torch.float8_e4m3fn, or attention backend "

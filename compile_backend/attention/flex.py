@@ -102,10 +102,10 @@ class FlexAttention(AttentionBackend):
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec, cache: CacheFormat) -> Exception | None:
-        """Caches of 8-bit floats, and groups of heads that no tile holds."""
-        if cache.dtype.itemsize == 1:
+        """Caches of 8-bit floats or no floats, and groups of heads that no tile holds."""
+        if cache.dtype.itemsize == 1 or not cache.dtype.is_floating_point:
             return ConfigError(
-                "kv_cache_dtype",
+                "cache_dtype",
                 cache.dtype,
                 "is not read by flex_attention",
                 "use the dtype of the model, or another attention backend",

@@ -41,7 +41,7 @@ def only_16_bits(cache: CacheFormat, problem: str) -> ConfigError | None:
     if cache.dtype in (torch.float16, torch.bfloat16):
         return None
     return ConfigError(
-        "kv_cache_dtype",
+        "cache_dtype",
         cache.dtype,
         problem,
         "use torch.bfloat16 or torch.float16, or attention backend 'triton'",

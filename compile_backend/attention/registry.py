@@ -96,7 +96,7 @@ def _checked(
     """A class of the user's own, if it is one that can run here."""
     if not issubclass(backend, AttentionBackend):
         raise ConfigError(
-            "attention_backend",
+            "backend",
             backend.__name__,
             "is no attention backend",
             "use a subclass of AttentionBackend, or a name",
@@ -117,7 +117,7 @@ def _class_of(
                 if _problem(backend, spec, cache, device) is None:
                     return backend
         raise ConfigError(
-            "attention_backend",
+            "backend",
             AUTO,
             f"finds none for {spec} on device {str(device)!r}",
             "name one, and it will say what it lacks",
@@ -125,10 +125,10 @@ def _class_of(
     row = {row.name: row for row in BACKENDS}.get(name)
     if row is None:
         names = ", ".join((AUTO, *(row.name for row in BACKENDS)))
-        raise ConfigError("attention_backend", name, "is not known", f"use one of {names}")
+        raise ConfigError("backend", name, "is not known", f"use one of {names}")
     if not row.module:
         raise ConfigError(
-            "attention_backend",
+            "backend",
             name,
             f"cannot run here: it needs {row.needs}",
             "use auto, or one of " + ", ".join(row.name for row in BACKENDS if row.module),
@@ -142,5 +142,5 @@ def _problem(
     missing = backend.missing(device)
     if missing is not None:
         name = getattr(backend, "name", backend.__name__)
-        return ConfigError("attention_backend", name, "cannot run here", missing)
+        return ConfigError("backend", name, "cannot run here", missing)
     return backend.unsupported(spec, cache)

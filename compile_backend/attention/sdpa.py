@@ -15,11 +15,13 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
 from compile_backend.attention.backend import AttentionBackend
 from compile_backend.attention.kv_cache import store
+from compile_backend.errors import ConfigError
 from compile_backend.support import AttentionCGSupport
 
 if TYPE_CHECKING:
     from compile_backend.attention.kv_cache import LayerCache
     from compile_backend.attention.metadata import AttentionMetadata, HostLengths
+    from compile_backend.attention.spec import AttentionSpec, CacheFormat
 
 # Tokens that gather their blocks at once.
 _CHUNK = 64
@@ -30,6 +32,19 @@ class SdpaAttention(AttentionBackend):
 
     name: ClassVar[str] = "sdpa"
     support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec, cache: CacheFormat) -> Exception | None:
+        """Caches of anything but floats."""
+        del spec
+        if cache.dtype.is_floating_point:
+            return None
+        return ConfigError(
+            "cache_dtype",
+            cache.dtype,
+            "holds no floats",
+            "use the dtype of the model, or torch.float8_e4m3fn",
+        )
 
     def forward(
         self,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from compile_backend.attention.triton_kept import KeptKernel
 from compile_backend.attention.triton_plan import next_power_of_2
 
 MAX_ELEMENTS = 1024
@@ -48,26 +49,25 @@ def store_with_triton(
     dtype = key_cache.dtype
     num_elements = num_kv_heads * head_size
     block = min(MAX_ELEMENTS, next_power_of_2(num_elements))
-    store_kernel[num_tokens, -(-num_elements // block)](
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        key_scale,
-        value_scale,
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        block_stride,
-        slot_stride,
-        head_stride,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_SIZE=head_size,
-        BLOCK_SIZE=key_cache.shape[1],
-        BLOCK=block,
-        LIMIT=torch.finfo(dtype).max if dtype.itemsize == 1 else 0.0,
+    _STORE.launch(
+        (num_tokens, -(-num_elements // block)),
+        (key, value, key_cache, value_cache, slot_mapping),
+        (
+            float(key_scale),
+            float(value_scale),
+            *key.stride()[:2],
+            *value.stride()[:2],
+            block_stride,
+            slot_stride,
+            head_stride,
+        ),
+        (
+            num_kv_heads,
+            head_size,
+            key_cache.shape[1],
+            block,
+            torch.finfo(dtype).max if dtype.itemsize == 1 else 0.0,
+        ),
         num_warps=4,
     )
 
@@ -134,3 +134,6 @@ def _to_range(rows, scale, LIMIT: tl.constexpr):
     """Divide exactly, so that a cache written by torch holds the same bits."""
     rows = tl.div_rn(rows.to(tl.float32), scale)
     return tl.minimum(tl.maximum(rows, -LIMIT), LIMIT)
+
+
+_STORE = KeptKernel(store_kernel)

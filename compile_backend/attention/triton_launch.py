@@ -11,6 +11,7 @@ import torch
 import triton
 
 from compile_backend.attention.triton_cache import cache_strides, with_adjacent_elements
+from compile_backend.attention.triton_kept import KeptKernel
 from compile_backend.attention.triton_kernels import attend_kernel, reduce_kernel
 from compile_backend.attention.triton_plan import MIN_DOT_SIZE, next_power_of_2
 
@@ -61,48 +62,53 @@ def attend_with_triton(
     if num_splits > 1:
         num_results = metadata.num_tokens * spec.num_heads * num_splits
         partial = torch.empty(num_results * result_size, dtype=torch.float32, device=query.device)
-    attend_kernel[plan.num_blocks * spec.num_kv_heads, num_splits](
-        query,
-        cache.keys,
-        cache.values,
-        output,
-        partial,
-        metadata.query_start_loc,
-        metadata.seq_lens,
-        metadata.block_table,
-        metadata.num_reqs,
-        spec.scale * LOG2_E * (cache.key_scale if is_scaled else 1.0),
-        cache.value_scale if is_scaled else 1.0,
-        *query.stride()[:2],
-        *output_strides[:2],
-        *cache_strides(cache.keys, cache.values),
-        metadata.block_table.stride(0),
-        NUM_KV_HEADS=spec.num_kv_heads,
-        GROUP=spec.num_heads // spec.num_kv_heads,
-        HEAD_SIZE=spec.head_size,
-        HEAD_PAD=head_pad,
-        BLOCK_SIZE=cache.keys.shape[1],
-        WINDOW=spec.sliding_window or 0,
-        SOFT_CAP=spec.soft_cap or 0.0,
-        BLOCK_M=plan.block_rows,
-        TILE=plan.tile,
-        IS_WHOLE=plan.is_whole,
-        IS_SPLIT=num_splits > 1,
-        RESULT_SIZE=result_size,
-        IS_INTERPRETED=IS_INTERPRETED,
+    _ATTEND.launch(
+        (plan.num_blocks * spec.num_kv_heads, num_splits),
+        (
+            query,
+            cache.keys,
+            cache.values,
+            output,
+            partial,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+        ),
+        (
+            metadata.num_reqs,
+            spec.scale * LOG2_E * (cache.key_scale if is_scaled else 1.0),
+            float(cache.value_scale) if is_scaled else 1.0,
+            *query.stride()[:2],
+            *output_strides[:2],
+            *cache_strides(cache.keys, cache.values),
+            metadata.block_table.stride(0),
+        ),
+        (
+            spec.num_kv_heads,
+            spec.num_heads // spec.num_kv_heads,
+            spec.head_size,
+            head_pad,
+            cache.keys.shape[1],
+            spec.sliding_window or 0,
+            spec.soft_cap or 0.0,
+            plan.block_rows,
+            plan.tile,
+            plan.is_whole,
+            num_splits > 1,
+            result_size,
+            IS_INTERPRETED,
+        ),
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
     )
     if num_splits > 1:
-        reduce_kernel[metadata.num_tokens, spec.num_heads](
-            partial,
-            output,
-            metadata.query_start_loc,
-            metadata.num_reqs,
-            *output_strides[:2],
-            HEAD_SIZE=spec.head_size,
-            HEAD_PAD=head_pad,
-            NUM_SPLITS=num_splits,
-            RESULT_SIZE=result_size,
+        _REDUCE.launch(
+            (metadata.num_tokens, spec.num_heads),
+            (partial, output, metadata.query_start_loc),
+            (metadata.num_reqs, *output_strides[:2]),
+            (spec.head_size, head_pad, num_splits, result_size),
             num_warps=4,
         )
+
+
+_ATTEND, _REDUCE = KeptKernel(attend_kernel), KeptKernel(reduce_kernel)

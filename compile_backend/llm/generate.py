@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from compile_backend.errors import ConfigError
+from compile_backend.errors import ConfigError, number_of
 from compile_backend.llm.loading import LoadedModel
 
 
@@ -115,8 +115,25 @@ def encode_prompt(loaded: LoadedModel, prompt: str | Sequence[int]) -> tuple[int
     """Return a prompt's token ids: text goes through the chat template where there is one.
 
     Raises:
-        ConfigError: Nothing is left to read, or there is no tokenizer to read text with.
+        ConfigError: Nothing is left to read, there is no tokenizer to read text with, or the
+            model does not know a token.
     """
+    token_ids = _token_ids(loaded, prompt)
+    if not token_ids:
+        raise ConfigError("prompt", prompt, "has no tokens", "give at least one")
+    num_known = loaded.model.get_input_embeddings().weight.shape[0]
+    unknown = [token_id for token_id in token_ids if not 0 <= token_id < num_known]
+    if unknown:
+        raise ConfigError(
+            "prompt",
+            prompt,
+            f"has the token {unknown[0]}, but {loaded.name} knows those from 0 to {num_known - 1}",
+            "give ids of the model's own vocabulary",
+        )
+    return token_ids
+
+
+def _token_ids(loaded: LoadedModel, prompt: str | Sequence[int]) -> tuple[int, ...]:
     if not isinstance(prompt, str):
         token_ids = tuple(int(token_id) for token_id in prompt)
     elif loaded.tokenizer is None:
@@ -133,8 +150,6 @@ def encode_prompt(loaded: LoadedModel, prompt: str | Sequence[int]) -> tuple[int
         )
     else:
         token_ids = tuple(loaded.tokenizer(prompt)["input_ids"])
-    if not token_ids:
-        raise ConfigError("prompt", prompt, "has no tokens", "give at least one")
     return token_ids
 
 
@@ -145,7 +160,7 @@ def _check_lengths(
         raise ConfigError("max_new_tokens", max_new_tokens, "must be positive", "use 1 or more")
     # The last token is never read.
     num_positions = num_prompt_tokens + max_new_tokens - 1
-    needed = f"{num_prompt_tokens} prompt and {max_new_tokens} new tokens"
+    needed = f"{num_prompt_tokens} prompt and {number_of('new token', max_new_tokens)}"
     if num_positions > cache_len:
         raise ConfigError(
             "cache_len", cache_len, f"is too short for {needed}", f"use {num_positions} or more"
@@ -155,7 +170,8 @@ def _check_lengths(
         raise ConfigError(
             "max_new_tokens",
             max_new_tokens,
-            f"and a prompt of {num_prompt_tokens} tokens pass the model's {limit} positions",
+            f"and a prompt of {number_of('token', num_prompt_tokens)} pass the model's {limit} "
+            "positions",
             "use fewer new tokens or a shorter prompt",
         )
 

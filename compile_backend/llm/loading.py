@@ -20,7 +20,6 @@ import platformdirs
 import torch
 import transformers
 from filelock import FileLock
-from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -156,19 +155,24 @@ def _load_pretrained(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except (OSError, ValueError, SafetensorError) as error:
+    except Exception as error:  # damaged files fail in many ways
         raise ConfigError(
             "model",
             name,
-            f"could not be loaded as a causal language model ({error})",
+            f"could not be loaded as a causal language model ({_in_words(error)})",
             'name a model directory, a .gguf file, a hub name or "demo"',
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        logger.warning("%s has no tokenizer that loads, prompts are token ids: %s", name, error)
+    except Exception as error:  # noqa: BLE001 - likewise
+        text = "%s has no tokenizer that loads, prompts are token ids: %s"
+        logger.warning(text, name, _in_words(error))
         tokenizer = None
     return model, tokenizer
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _load_gguf(
@@ -188,6 +192,27 @@ def _load_gguf(
 
 
 def _read_gguf(
+    gguf: Path, dtype: torch.dtype | str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Read a GGUF file as a plain model.
+
+    Raises:
+        ConfigError: It is damaged, or of a kind that transformers does not read.
+    """
+    try:
+        return _expanded(gguf, dtype)
+    except Exception as error:  # damaged files fail in many ways
+        is_empty = not gguf.stat().st_size
+        why = "it is empty" if is_empty else _in_words(error)
+        raise ConfigError(
+            "model",
+            str(gguf),
+            f"could not be read as a GGUF file of a causal language model ({why})",
+            "name another file, or fetch this one again",
+        ) from error
+
+
+def _expanded(
     gguf: Path, dtype: torch.dtype | str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Expand the file's weights into a plain model, which is what compiling is about."""

@@ -1,0 +1,158 @@
+"""A runner's steps at PIECEWISE past Dynamo: the compiled graph is called on its old arguments.
+
+Between a runner and its model's one graph lie guards and Python that do the same in every step of
+a key. Once such a step ran by a replay plan, what it took is kept: the graph, its arguments, which
+stay where they are, and where its outputs are in what the model returns. Models of several graphs,
+or of graphs with arguments made anew in each step, go on running as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compile_backend.inputs import InputClass
+from compile_backend.torch_internals import tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from compile_backend.backend import CompiledFacts
+    from compile_backend.batch import BatchDescriptor
+    from compile_backend.build import BuiltGraph
+    from compile_backend.compiled_graph import CompiledGraph
+    from compile_backend.weights import Weights
+
+# Steps of a key after which nobody looks any more.
+_MAX_ATTEMPTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """Stands for one output of the graph in what the model returns."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownStep:
+    """What a step of one key takes.
+
+    Attributes:
+        graph: that the model calls.
+        key: of the graph.
+        args: of the graph.
+        returned: what the model returns, with `_Output` in place of tensors.
+    """
+
+    graph: CompiledGraph
+    key: BatchDescriptor
+    args: Sequence[Any]
+    returned: Any
+
+
+class PiecewiseSteps:
+    """The steps at PIECEWISE of a runner.
+
+    Args:
+        compiled: the model's graphs.
+        weights: the model's; its own, since each reader notes moves for itself.
+    """
+
+    def __init__(self, compiled: CompiledFacts, weights: Weights) -> None:
+        self._compiled = compiled
+        self._weights = weights
+        self._steps: dict[BatchDescriptor, _KnownStep] = {}
+        self._attempts: Counter[BatchDescriptor] = Counter()
+
+    def repeat(self, key: BatchDescriptor, metadata: Any) -> Any | None:
+        """A step of a known key on inputs that are filled; None where the model must be called.
+
+        Args:
+            key: of the runner.
+            metadata: of attention in this step.
+        """
+        step = self._steps.get(key)
+        if step is None:
+            return None
+        if self._weights.have_moved():
+            self._steps.clear()
+            self._attempts.clear()
+            return None
+        outputs = step.graph.repeat(step.key, step.args, metadata)
+        if outputs is None:
+            del self._steps[key]
+            return None
+        if isinstance(step.returned, _Output):
+            return outputs[step.returned.index]
+        return tree_map(
+            lambda item: outputs[item.index] if isinstance(item, _Output) else item, step.returned
+        )
+
+    def learn(
+        self, key: BatchDescriptor, call: Callable[[], Any], inputs: Sequence[torch.Tensor]
+    ) -> Any:
+        """Call the model, and keep what the step took if that can be repeated.
+
+        Args:
+            key: of the runner.
+            call: calls the model.
+            inputs: the model's, at addresses that stay.
+        """
+        graphs = list(self._compiled.graphs)
+        if self._attempts[key] >= _MAX_ATTEMPTS or not all(built.is_whole for built in graphs):
+            return call()
+        self._attempts[key] += 1
+        seen: list[_KnownStep] = []
+
+        def recorder_of(built: BuiltGraph) -> Callable[..., None]:
+            def record(graph_key: BatchDescriptor, args: Sequence[Any], outputs: Any) -> None:
+                if self._stay(built, args, inputs):
+                    seen.append(_KnownStep(built.graph, graph_key, tuple(args), outputs))
+
+            return record
+
+        before = self._num_steps()
+        for built in graphs:
+            built.graph.recorder = recorder_of(built)
+        try:
+            result = call()
+        finally:
+            for built in graphs:
+                built.graph.recorder = None
+        if len(seen) == 1 and self._num_steps() == before + 1:
+            (step,) = seen
+            returned = _with_slots(result, step.returned)
+            if returned is not None:
+                self._weights.note()
+                self._steps[key] = _KnownStep(step.graph, step.key, step.args, returned)
+        return result
+
+    def _num_steps(self) -> int:
+        return sum(row.steps for stats in self._compiled.stats() for row in stats.rows.values())
+
+    def _stay(
+        self, built: BuiltGraph, args: Sequence[Any], inputs: Iterable[torch.Tensor]
+    ) -> bool:
+        """Whether a graph's arguments are the same in each step of the key."""
+        known = {id(item) for item in (*self._weights.tensors(), *inputs)}
+        return all(
+            id(arg) in known
+            if item.kind in (InputClass.PARAMETER, InputClass.STATIC)
+            else item.kind is InputClass.SIZE and ".size()" in item.source
+            for item, arg in zip(built.plan.inputs, args, strict=True)
+        )
+
+
+def _with_slots(result: Any, outputs: Sequence[Any]) -> Any | None:
+    """What the model returned, with slots for tensors; None if one is no output of the graph."""
+    index = {id(output): i for i, output in enumerate(outputs)}
+    leaves = tree_leaves(result)
+    if any(leaf is not None and id(leaf) not in index for leaf in leaves):
+        return None
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return None
+    return tree_map(lambda leaf: None if leaf is None else _Output(index[id(leaf)]), result)

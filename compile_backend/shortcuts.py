@@ -1,0 +1,117 @@
+"""What a step does on the host, in C where that was built; each function may decline.
+
+Every one handles the plain case, arrays of integers that agree with each other, in a fraction of
+a microsecond. It answers None, False or 0 for everything else, errors included, and always where
+the C part was not built: then the caller's general code does the work, and says what is wrong. So
+results never depend on it. This file refuses to know models and modes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from compile_backend.torch_internals import launch_functions, tensor_handles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+_built: Any = None
+with contextlib.suppress(ImportError):
+    _built = importlib.import_module("compile_backend._shortcuts")
+
+NOT_BUILT = (
+    "the C part of this package was not built, so each step takes several times as long on the "
+    "host; install the package again where there is a C compiler, and Python's headers"
+)
+
+Row = tuple[str, Any, int, int, int]
+"""An input: its name, its array on the host or None, the dimension that changes, with what it
+changes (0: tokens, 1: requests, 2: requests + 1), and the value of padding."""
+
+
+def are_built() -> bool:
+    """Whether there is a C part."""
+    return _built is not None
+
+
+def _declined(answer: Any) -> Callable[..., Any]:
+    return lambda *_: answer
+
+
+count_tokens: Callable[[Any, int], tuple[int, bool] | None] = (
+    _built.count_tokens if _built is not None else _declined(None)
+)
+"""`(query_lens, query_len)`: the tokens of a batch, each request with at least one, and whether
+all of them have `query_len`."""
+
+all_longer: Callable[[Any, Any], bool | None] = (
+    _built.all_longer if _built is not None else _declined(None)
+)
+"""`(seq_lens, query_lens)`: whether every request is longer than what the step adds."""
+
+put_inputs: Callable[[tuple[Row, ...], int, Any, int, int], int] = (
+    _built.put_inputs if _built is not None else _declined(0)
+)
+"""`(rows, num_rows, values, num_tokens, num_reqs)`: write the values of the first rows, by name,
+and the padding behind each; how many were written, from the first on."""
+
+fill_attention: Callable[..., bool] = (
+    _built.fill_attention if _built is not None else _declined(False)
+)
+"""`(query_lens, seq_lens, block_table, slot_mapping, padded query_start_loc, padded seq_lens,
+padded block_table, padded slot_mapping, max_model_len, num_blocks, block_size, is_refill)`: what
+`AttentionMetadataBuilder.fill` does. It may have written a part when it declines."""
+
+have_moved: Callable[[object], bool] = _built.have_moved if _built is not None else _declined(True)
+"""`(what watch returned)`: whether a watched tensor is elsewhere, was replaced or is gone."""
+
+launch: Callable[[object], bool] = _built.launch if _built is not None else _declined(False)
+"""`(what launch_of returned)`: replay on the current stream, if the graph's device is current."""
+
+
+def watch(
+    tables: Sequence[Mapping[str, torch.Tensor | None]],
+    names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    addresses: Sequence[int],
+) -> object | None:
+    """Take note of tensors in dicts, for `have_moved`; they live as long as what it returns.
+
+    Args:
+        tables: the dict of each tensor.
+        names: its name there.
+        tensors: what the dicts hold.
+        addresses: where each of them is.
+    """
+    handles = None if _built is None else tensor_handles(tensors)
+    if handles is None:
+        return None
+    watched: object | None = _built.watch(
+        list(tables),
+        list(names),
+        handles.capsules,
+        list(addresses),
+        handles.get_data_ptr,
+        handles.delete_tensor,
+    )
+    return watched
+
+
+def launch_of(graph: torch.cuda.CUDAGraph, device: int) -> object | None:
+    """A short way to replay a graph that draws no random numbers, for `launch`.
+
+    torch's own replay costs some microseconds more: it also looks after generators.
+
+    Args:
+        graph: must outlive what is returned.
+        device: the graph's.
+    """
+    functions = None if _built is None else launch_functions()
+    if functions is None:
+        return None
+    held: object = _built.launch_of(graph.raw_cuda_graph_exec(), device, *functions)
+    return held
