@@ -37,7 +37,7 @@ from compile_backend.batch_loader import BatchLoader
 from compile_backend.runner import GraphModelRunner
 from compile_backend.runner_batch import Batch
 from compile_backend.step_inputs import StepInputs
-from compile_backend.torch_internals import mark_step_input
+from compile_backend.torch_internals.dynamo import mark_step_input
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,11 +21,11 @@ from compile_backend.plan import GraphPlan, plan_graph
 from compile_backend.reference_engine import ReferenceEngine
 from compile_backend.stats import Report, added_rows
 from compile_backend.support import lowest
-from compile_backend.torch_internals import (
+from compile_backend.torch_internals.cuda import ends_at_a_graph_break
+from compile_backend.torch_internals.dynamo import (
     backend_of,
     calling_compile,
     compile_behind,
-    ends_at_a_graph_break,
     reaching_the_user,
 )
 

@@ -27,7 +27,8 @@ from compile_backend.replay_plan import make_plan
 from compile_backend.split import unwritten_outputs
 from compile_backend.stats import GraphStats
 from compile_backend.stitch import buffer_slots, stitch
-from compile_backend.torch_internals import shape_env_of, storage_id
+from compile_backend.torch_internals.graphs import storage_id
+from compile_backend.torch_internals.sizes import shape_env_of
 from compile_backend.wrapper import CUDAGraphWrapper
 
 if TYPE_CHECKING:

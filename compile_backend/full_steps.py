@@ -22,7 +22,7 @@ from compile_backend.context import (
     get_forward_context,
 )
 from compile_backend.errors import CaptureError
-from compile_backend.torch_internals import tree_map
+from compile_backend.torch_internals.graphs import tree_map
 from compile_backend.wrapper import CUDAGraphWrapper
 
 if TYPE_CHECKING:

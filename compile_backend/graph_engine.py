@@ -16,13 +16,13 @@ import torch
 
 from compile_backend import shortcuts
 from compile_backend.errors import CaptureError
-from compile_backend.torch_internals import (
+from compile_backend.torch_internals.cuda import (
     BrokenCaptureError,
     capturing,
     cublas_workspaces_apart,
-    tree_map,
     weak_tensor,
 )
+from compile_backend.torch_internals.graphs import tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

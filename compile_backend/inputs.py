@@ -15,12 +15,8 @@ import torch.fx
 
 from compile_backend.boundary import SharedBuffer
 from compile_backend.layout import memory_of
-from compile_backend.torch_internals import (
-    are_at_addresses,
-    copy_all,
-    input_source_name,
-    is_static_address,
-)
+from compile_backend.torch_internals.cuda import are_at_addresses, copy_all
+from compile_backend.torch_internals.graphs import input_source_name, is_static_address
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence

@@ -13,7 +13,12 @@ import torch
 import torch.fx
 
 from compile_backend.op_names import op_name
-from compile_backend.torch_internals import is_op_overload, is_op_packet, op_schema, storage_id
+from compile_backend.torch_internals.graphs import (
+    is_op_overload,
+    is_op_packet,
+    op_schema,
+    storage_id,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

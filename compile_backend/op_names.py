@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from compile_backend.errors import ConfigError
-from compile_backend.torch_internals import (
+from compile_backend.torch_internals.graphs import (
     is_higher_order_op,
     is_name_of_higher_order_op,
     is_op_overload,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compile_backend.step_inputs import Dim
-from compile_backend.torch_internals import tree_map
+from compile_backend.torch_internals.graphs import tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,8 @@ import torch
 from compile_backend.inputs import InputClass
 from compile_backend.layout import memory_of, unexpanded
 from compile_backend.split import Computed
-from compile_backend.torch_internals import free_symbols_of, sizes_are_allowed, storage_id
+from compile_backend.torch_internals.graphs import storage_id
+from compile_backend.torch_internals.sizes import free_symbols_of, sizes_are_allowed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -23,19 +23,16 @@ import torch.fx
 from compile_backend.cache import NotStorableError
 from compile_backend.mutation import mutated_inputs
 from compile_backend.piece_key import stored_key, structural_key
-from compile_backend.torch_internals import (
-    compile_settings,
-    compile_with_inductor,
-    fake_mode_of,
-    load_with_inductor,
-)
+from compile_backend.torch_internals.compile_settings import compile_settings
+from compile_backend.torch_internals.graphs import fake_mode_of
+from compile_backend.torch_internals.inductor import compile_with_inductor, load_with_inductor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from compile_backend.cache import ArtefactCache
     from compile_backend.split import Section
-    from compile_backend.torch_internals import InductorArtefact
+    from compile_backend.torch_internals.inductor import InductorArtefact
 
 logger = logging.getLogger(__name__)
 
@@ -212,8 +209,10 @@ def _load(cache: ArtefactCache, key: str, source: _Source) -> InductorArtefact |
 @functools.cache
 def _own_sources() -> tuple[str, ...]:
     """This package's release, and its code that decides what an artefact is."""
-    names = ("piece_compiler", "piece_key", "torch_internals")
-    code = b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in names)
+    names = ("piece_compiler", "piece_key")
+    files = [Path(__file__).with_name(f"{name}.py") for name in names]
+    files += sorted((Path(__file__).parent / "torch_internals").glob("*.py"))
+    code = b"".join(file.read_bytes() for file in files)
     try:
         release = importlib.metadata.version("cudagraph-modes")
     except importlib.metadata.PackageNotFoundError:  # run from a checkout

@@ -17,20 +17,22 @@ import torch.fx
 from compile_backend.cache import NotStorableError
 from compile_backend.mutation import written_arguments
 from compile_backend.op_names import op_name
-from compile_backend.torch_internals import (
+from compile_backend.torch_internals.compile_settings import (
     NUMBERS_OF_KERNELS,
     content_of_higher_order_call,
     cpu_settings,
-    data_dependent_symbols,
+    op_digest,
+    renamed_size,
+)
+from compile_backend.torch_internals.graphs import (
     is_fake_tensor,
     is_higher_order_op,
     is_op_overload,
     is_op_packet,
     is_static_address,
-    op_digest,
-    renamed_size,
     storage_id,
 )
+from compile_backend.torch_internals.sizes import data_dependent_symbols
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compile_backend.inputs import InputClass
-from compile_backend.torch_internals import tree_leaves, tree_map
+from compile_backend.torch_internals.graphs import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

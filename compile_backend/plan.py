@@ -29,12 +29,8 @@ from compile_backend.support import (
     speaks_of,
     support_level,
 )
-from compile_backend.torch_internals import (
-    data_dependent_symbols,
-    fix_numbers_of_modules,
-    free_symbols_of,
-    is_number_input,
-)
+from compile_backend.torch_internals.graphs import fix_numbers_of_modules, is_number_input
+from compile_backend.torch_internals.sizes import data_dependent_symbols, free_symbols_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

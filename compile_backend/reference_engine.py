@@ -19,7 +19,7 @@ from compile_backend.context import ForwardContext, current_forward_context, ent
 from compile_backend.errors import CaptureError
 from compile_backend.graph_engine import Sessions, Trial
 from compile_backend.layout import unexpanded
-from compile_backend.torch_internals import tree_leaves, tree_map
+from compile_backend.torch_internals.graphs import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -50,7 +50,7 @@ from compile_backend.runner_report import (
 from compile_backend.sizes import capture_sizes
 from compile_backend.stats import GraphStats
 from compile_backend.step_inputs import Dim, InputSpec, StepInputs
-from compile_backend.torch_internals import mark_step_input, size_1_like_any_other
+from compile_backend.torch_internals.dynamo import mark_step_input, size_1_like_any_other
 from compile_backend.weights import Weights
 
 if TYPE_CHECKING:

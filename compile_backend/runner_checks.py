@@ -13,7 +13,7 @@ import torch
 
 from compile_backend.errors import ConfigError
 from compile_backend.step_inputs import Dim
-from compile_backend.torch_internals import tree_leaves
+from compile_backend.torch_internals.graphs import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

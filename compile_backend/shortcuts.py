@@ -12,7 +12,7 @@ import contextlib
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from compile_backend.torch_internals import launch_functions, tensor_handles
+from compile_backend.torch_internals.cuda import launch_functions, tensor_handles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

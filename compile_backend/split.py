@@ -17,7 +17,7 @@ import torch.fx
 
 from compile_backend.op_names import SplittingOps, op_name
 from compile_backend.split_regions import Region, RegionWriter, region_of_nodes
-from compile_backend.torch_internals import is_number_input, storage_id
+from compile_backend.torch_internals.graphs import is_number_input, storage_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

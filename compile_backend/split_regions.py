@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx
 
-from compile_backend.torch_internals import enter_autocast, leave_autocast, set_grad_enabled
+from compile_backend.torch_internals.graphs import enter_autocast, leave_autocast, set_grad_enabled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

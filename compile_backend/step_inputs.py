@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from compile_backend.errors import ConfigError
-from compile_backend.torch_internals import weak_part
+from compile_backend.torch_internals.cuda import weak_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from compile_backend.split import Computed
-from compile_backend.torch_internals import storage_id
+from compile_backend.torch_internals.graphs import storage_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

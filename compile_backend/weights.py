@@ -11,7 +11,7 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 from compile_backend import shortcuts
-from compile_backend.torch_internals import are_at_addresses
+from compile_backend.torch_internals.cuda import are_at_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

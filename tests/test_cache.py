@@ -25,7 +25,6 @@ from toy import Twin, rows, toy_model
 
 import compile_backend
 from compile_backend import cache as cache_module
-from compile_backend import torch_internals
 from compile_backend.cache import (
     SIZE_VARIABLE,
     ArtefactCache,
@@ -40,7 +39,8 @@ from compile_backend.piece_compiler import PieceCompiler
 from compile_backend.piece_key import stored_key
 from compile_backend.pipeline import prepare_for_split
 from compile_backend.split import split_graph
-from compile_backend.torch_internals import compile_settings
+from compile_backend.torch_internals import stored_code
+from compile_backend.torch_internals.compile_settings import compile_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -323,7 +323,7 @@ def test_what_cannot_be_written_down_runs_all_the_same(
         raise AssertionError("pickle should not be called")
 
     caplog.set_level("INFO", "compile_backend.piece_compiler")
-    monkeypatch.setattr(torch_internals, "_pickled", refuse)
+    monkeypatch.setattr(stored_code, "_pickled", refuse)
     assert counts_of(cache_dir) == (1, 0, 1)
     assert "is compiled in every process: it cannot be written down" in caplog.text
     assert not files_in(cache_dir)

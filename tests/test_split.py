@@ -15,7 +15,7 @@ from compile_backend.pipeline import prepare_for_split
 from compile_backend.split import SplitGraph, is_trivial, split_graph
 from compile_backend.stitch import stitch
 from compile_backend.support import default_splitting_ops
-from compile_backend.torch_internals import storage_id
+from compile_backend.torch_internals.graphs import storage_id
 
 ops = torch.ops.toy
 

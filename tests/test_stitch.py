@@ -11,7 +11,7 @@ from compile_backend.op_names import SplittingOps
 from compile_backend.pipeline import prepare_for_split
 from compile_backend.split import Constant, Section, SplitGraph, split_graph
 from compile_backend.stitch import buffer_slots, stitch
-from compile_backend.torch_internals import storage_id
+from compile_backend.torch_internals.graphs import storage_id
 
 NO_CODE = torch.fx.GraphModule({}, torch.fx.Graph())
 

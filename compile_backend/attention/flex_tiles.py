@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from compile_backend.attention.flex_mask import MIN_ROWS, next_power_of_2
-from compile_backend.torch_internals import with_dynamic_sizes
+from compile_backend.torch_internals.sizes import with_dynamic_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,0 +1,192 @@
+"""Private names around CUDA graphs: captures, memory without owners, addresses, launches."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A CUDA tensor on the same memory that does not keep that memory allocated."""
+    storage = tensor.untyped_storage()
+    if tensor.numel() == 0 or storage.nbytes() == 0:
+        return tensor
+    return _tensor_at(storage.data_ptr(), storage.nbytes(), tensor, int(tensor.storage_offset()))
+
+
+def weak_part(part: torch.Tensor) -> torch.Tensor:
+    """A dense part of a CUDA tensor as a tensor that starts its own storage, likewise."""
+    return _tensor_at(part.data_ptr(), part.numel() * part.element_size(), part, 0)
+
+
+def _tensor_at(
+    address: int, num_bytes: int, like: torch.Tensor, storage_offset: int
+) -> torch.Tensor:
+    storage = torch._C._construct_storage_from_data_pointer(address, like.device, num_bytes)
+    metadata = {
+        "size": like.size(),
+        "stride": like.stride(),
+        "dtype": like.dtype,
+        "device": like.device,
+        "storage_offset": storage_offset,
+    }
+    weak: torch.Tensor = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(
+        metadata, storage
+    )
+    return weak
+
+
+@contextlib.contextmanager
+def cublas_workspaces_apart() -> Iterator[None]:
+    """Give the body cuBLAS workspaces of its own.
+
+    A workspace that was allocated outside of a capture may be freed while the graph still uses
+    it; one allocated inside must not be handed to code outside.
+    """
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+    try:
+        yield
+    finally:
+        if clear is not None:
+            clear()
+
+
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Capture the body into `graph`, while other threads may use the device.
+
+    Raises:
+        BrokenCaptureError: the driver broke the capture off. `graph` must then be kept for good,
+            and nothing may be captured into `pool` again: `capture_end` failed before it told
+            the allocators, which go on asking the graph whether a stream belongs to it.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        yield
+    except BaseException as error:
+        _end_capture(graph, pool, generator, error)
+        raise
+    _end_capture(graph, pool, generator, None)
+
+
+class BrokenCaptureError(RuntimeError):
+    """A capture that could not be ended cleanly."""
+
+
+def _end_capture(
+    graph: torch.cuda.CUDAGraph,
+    pool: Any,
+    generator: torch.Generator,
+    error: BaseException | None,
+) -> None:
+    try:
+        graph.capture_end()
+    except RuntimeError as broken:
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        # The old state believes for ever that a capture is running.
+        generator.graphsafe_set_state(generator.graphsafe_get_state().clone_state())
+        raise BrokenCaptureError(str(error or broken)) from (error or broken)
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy many tensors of one dtype at once; one launch instead of one for each."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHandles:
+    """Tensors as torch's stable C interface knows them, `aoti_torch/c/shim.h`.
+
+    Attributes:
+        capsules: each with a handle that whoever takes it must delete. A handle sees new memory
+            of its tensor, and keeps the tensor alive.
+        get_data_ptr: address of `aoti_torch_get_data_ptr`.
+        delete_tensor: address of `aoti_torch_delete_tensor_object`.
+    """
+
+    capsules: list[Any]
+    get_data_ptr: int
+    delete_tensor: int
+
+
+def tensor_handles(tensors: Sequence[torch.Tensor]) -> TensorHandles | None:
+    """Handles of tensors; None where this torch gives none.
+
+    Args:
+        tensors: ordinary ones; those that only wrap others have no address of their own.
+    """
+    make = getattr(getattr(torch._C, "_aoti", None), "unsafe_alloc_void_ptrs_from_tensors", None)
+    functions = _stable_functions("aoti_torch_get_data_ptr", "aoti_torch_delete_tensor_object")
+    if make is None or functions is None:
+        return None
+    if any(torch.utils._python_dispatch.is_traceable_wrapper_subclass(item) for item in tensors):
+        return None
+    return TensorHandles(make(list(tensors)), *functions)
+
+
+def launch_functions() -> list[int] | None:
+    """Addresses of what a bare replay calls; None where this torch or the driver lacks one.
+
+    They tell the current device and a device's current stream, and launch an executable graph.
+    """
+    from_torch = _stable_functions("aoti_torch_get_current_device_index")
+    stream = _stable_functions("aoti_torch_get_current_cuda_stream", library="libtorch_cuda.so")
+    has_handle = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
+    if from_torch is None or stream is None or not has_handle:
+        return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return [*from_torch, *stream, _address(driver.cuGraphLaunch)]
+
+
+def _stable_functions(*names: str, library: str = "libtorch_cpu.so") -> list[int] | None:
+    """Addresses of functions of torch's stable C interface; None unless it has all of them."""
+    path = Path(torch.__file__).parent / "lib" / library
+    if not path.is_file():
+        return None
+    loaded = ctypes.CDLL(str(path))
+    if not all(hasattr(loaded, name) for name in names):
+        return None
+    return [_address(getattr(loaded, name)) for name in names]
+
+
+def _address(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def are_at_addresses(
+    tensors: list[Any], addresses: list[int | None], positions: list[int]
+) -> bool:
+    """Whether the tensors at these positions start at these addresses.
+
+    CUDA builds of torch compare hundreds of weights in one call; asking each from Python would
+    cost a fifth of the host time of a step.
+    """
+    compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    if compare is not None:
+        equal: bool = compare(tensors, addresses, positions)
+        return equal
+    return all(tensors[i].data_ptr() == addresses[i] for i in positions)
+
+
+def ends_at_a_graph_break(graph_module: torch.fx.GraphModule) -> bool:
+    """Whether Dynamo ended this graph before the end of the function."""
+    reason = getattr(graph_module, "compile_subgraph_reason", None)
+    return reason is None or bool(reason.graph_break)

@@ -1,0 +1,97 @@
+"""Private names of Dynamo: who called the backend, what it traced, how errors reach the user."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    import torch.fx
+
+
+def calling_compile() -> object | None:
+    """The `torch.compile` call on whose behalf a backend is running, from the stack.
+
+    Dynamo hands a backend no identity of its caller, yet `stats(compiled)` must find what was
+    compiled for `compiled`.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if type(owner).__name__ == "_TorchCompileWrapper":
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def compile_behind(compiled: object) -> object | None:
+    """The `torch.compile` call that made `compiled` (a module or a function)."""
+    compiled = getattr(compiled, "_compiled_call_impl", None) or compiled  # module.compile()
+    context = getattr(compiled, "dynamo_ctx", None)
+    callback = getattr(context, "callback", None)
+    if callback is None:
+        for cell in getattr(compiled, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):
+                found = cell.cell_contents
+                candidate = getattr(found, "callback", found)
+                if hasattr(candidate, "_torchdynamo_orig_backend"):
+                    callback = candidate
+                    break
+    while callback is not None and type(callback).__name__ != "_TorchCompileWrapper":
+        callback = getattr(callback, "_torchdynamo_orig_backend", None)
+    return callback
+
+
+def backend_of(compile_call: object) -> object | None:
+    """The backend object that a `torch.compile` call uses."""
+    return getattr(compile_call, "compiler_fn", None)
+
+
+def size_1_like_any_other() -> contextlib.AbstractContextManager[None]:
+    """Compile code for changing sizes that holds for 1 too, unless the code asks for 1 itself.
+
+    Dynamo would otherwise compile every model once more for batches of one token.
+    """
+    from torch.fx.experimental import _config
+
+    patched: contextlib.AbstractContextManager[None] = _config.patch(  # type: ignore[attr-defined]
+        backed_size_oblivious=True
+    )
+    return patched
+
+
+def mark_step_input(tensor: torch.Tensor, axis: int) -> None:
+    """Tell Dynamo that a tensor stays at its address, and that one of its sizes changes.
+
+    A size of 1 is left alone: Dynamo refuses to take it for one that changes.
+    """
+    import torch._dynamo
+
+    torch._dynamo.mark_static_address(tensor, guard=False)
+    if tensor.shape[axis] > 1:
+        # A function that a break of the graph left behind may have no use for the size.
+        torch._dynamo.maybe_mark_dynamic(tensor, axis)
+
+
+def reaching_the_user(error: Exception) -> Exception:
+    """The same error in a form that Dynamo lets through.
+
+    Dynamo wraps whatever a backend raises, except errors of its own kind whose traceback it
+    shortens.
+    """
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind = type(error)
+
+    def initialise(self: Any, *_: Any, **__: Any) -> None:
+        ShortenTraceback.__init__(self, str(error), first_useful_frame=None)
+        self.__dict__.update(error.__dict__)
+
+    members = {"__init__": initialise, "__str__": kind.__str__, "__module__": kind.__module__}
+    made: Exception = type(kind.__name__, (kind, ShortenTraceback), members)()
+    return made.with_traceback(error.__traceback__)

@@ -1,0 +1,253 @@
+"""Private names of Inductor and AOTAutograd: a graph in, code with little around it out."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx
+
+from compile_backend.cache import NotStorableError
+from compile_backend.torch_internals.stored_code import Sizes, digest, packed, revive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+
+@dataclass(frozen=True)
+class InductorArtefact:
+    """One graph compiled by Inductor.
+
+    Attributes:
+        call: takes the inputs as one list, which it may clear, and returns the outputs.
+        mutated_inputs: positions of the inputs that it writes to.
+        is_direct: `call` is Inductor's own code with none of AOTAutograd's wrappers around it.
+        pack: the artefact as bytes for `load_with_inductor`, and which assumptions it holds
+            under; raises `NotStorableError`.
+    """
+
+    call: Callable[[list[Any]], Sequence[Any]]
+    mutated_inputs: tuple[int, ...]
+    is_direct: bool
+    pack: Callable[[], tuple[bytes, str]]
+
+
+def compile_with_inductor(
+    graph_module: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    fake_mode: Any,
+    config_patches: Mapping[str, Any],
+) -> InductorArtefact:
+    """Compile one graph, and strip the wrappers that inference does not need.
+
+    AOTAutograd wraps Inductor's code to regenerate views, apply mutations and track autograd. For
+    most pieces that does nothing, yet costs 20 us and more a call, several times over in a step.
+    Where its own description of the graph says that nothing is left to do, the code inside is
+    called directly.
+
+    Args:
+        graph_module: a graph that returns a tuple; owned by the compiler from here on.
+        inputs: fake tensors and `SymInt`s, all of `fake_mode`.
+        fake_mode: the mode in whose `ShapeEnv` the sizes live.
+        config_patches: Inductor settings for this graph only.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    seen: list[InnerCode] = []
+
+    def recording_compile(inner: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        graph_code, num_inputs = inner.code, _num_placeholders(inner)
+        with _kernels_kept():
+            code = compile_fx_inner(inner, *args, **kwargs)
+        is_inference = bool(kwargs.get("is_inference"))
+        seen.append(InnerCode(code, _metadata_of_trace(), num_inputs, graph_code, is_inference))
+        return code
+
+    sizes = Sizes(inputs, fake_mode)
+    wrapped, metadata = _compile_fx(
+        graph_module, inputs, fake_mode, config_patches, recording_compile
+    )
+    mutated = tuple(
+        index
+        for index, info in enumerate(metadata.input_info if metadata is not None else ())
+        if info.mutates_data
+    )
+    is_direct = len(seen) == 1 and _nothing_left_to_do(
+        seen[0].metadata, seen[0].num_inputs, len(inputs)
+    )
+    call = _direct(seen[0].code) if is_direct else _spread(wrapped)
+
+    def pack() -> tuple[bytes, str]:
+        if len(seen) != 1 or not seen[0].is_inference:
+            raise NotStorableError("is compiled for gradients")
+        return packed(seen[0], sizes, mutated, is_direct=is_direct)
+
+    return InductorArtefact(call, mutated, is_direct, pack)
+
+
+@dataclass(frozen=True)
+class InnerCode:
+    """What Inductor made of a graph that AOTAutograd traced.
+
+    Attributes:
+        code: Inductor's object.
+        metadata: AOTAutograd's description of inputs and outputs.
+        num_inputs: of the traced graph.
+        graph_code: the traced graph as Python.
+        is_inference: whether no backward pass belongs to it.
+    """
+
+    code: Any
+    metadata: Any
+    num_inputs: int
+    graph_code: str
+    is_inference: bool
+
+
+def _num_placeholders(graph_module: torch.fx.GraphModule) -> int:
+    return len([node for node in graph_module.graph.nodes if node.op == "placeholder"])
+
+
+def _metadata_of_trace() -> Any:
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    return context.fw_metadata if context else None
+
+
+def _compile_fx(
+    graph_module: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    fake_mode: Any,
+    config_patches: Mapping[str, Any],
+    inner_compile: Callable[..., Any],
+) -> tuple[Any, Any]:
+    """Trace a graph with AOTAutograd and hand it on; the result, and the graph's description."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx
+
+    with (
+        tracing(TracingContext(fake_mode)),
+        torch._functorch.config.patch({"enable_autograd_cache": False}),
+    ):
+        wrapped = compile_fx(
+            graph_module,
+            list(inputs),
+            inner_compile=inner_compile,
+            config_patches=dict(config_patches),
+        )
+        return wrapped, TracingContext.get().fw_metadata
+
+
+def _kernels_kept() -> contextlib.AbstractContextManager[None]:
+    """Have Inductor keep its GPU kernels with the code, as it does for its own cache."""
+    import torch._inductor.config as config
+
+    if config.fx_graph_cache:
+        return contextlib.nullcontext()
+    patched: contextlib.AbstractContextManager[None] = torch._functorch.config.patch(
+        bundled_autograd_cache=True
+    )
+    return patched
+
+
+def _nothing_left_to_do(metadata: Any, num_inner_inputs: int, num_inputs: int) -> bool:
+    """Whether AOTAutograd's wrappers would hand inputs and outputs straight through."""
+    from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
+
+    if metadata is None or num_inner_inputs != num_inputs:
+        return False
+    writes = any(info.mutates_data or info.mutates_metadata for info in metadata.input_info)
+    fresh = (OutputType.non_alias, OutputType.unsafe_view_alias)
+    aliases = any(info.output_type not in fresh for info in metadata.output_info)
+    return (
+        not (writes and aliases)
+        and metadata.num_mutated_inp_runtime_indices == 0
+        and metadata.num_intermediate_bases == 0
+        and not metadata.tokens
+        and metadata.num_graphsafe_rng_states == 0
+        and metadata.grad_enabled_mutation is None
+        and not any(info.requires_grad for info in metadata.output_info)
+        and all(
+            isinstance(meta, (int, PlainTensorMeta)) or type(meta).__name__ == "OpaqueMeta"
+            for meta in metadata.subclass_inp_meta
+        )
+    )
+
+
+def _direct(code: Any) -> Callable[[list[Any]], Sequence[Any]]:
+    """Inductor's own code: through its object once (that call also ends autotuning), then bare."""
+
+    class _FirstCall:
+        call: Callable[[list[Any]], Sequence[Any]]
+
+        def __init__(self) -> None:
+            self.call = self._first
+
+        def _first(self, inputs: list[Any]) -> Sequence[Any]:
+            outputs: Sequence[Any] = code(inputs)
+            self.call = getattr(code, "current_callable", None) or code
+            return outputs
+
+    first = _FirstCall()
+    return lambda inputs: first.call(inputs)  # noqa: PLW0108 - `call` changes after the first
+
+
+def _spread(wrapped: Any) -> Callable[[list[Any]], Sequence[Any]]:
+    return lambda inputs: wrapped(*inputs)
+
+
+def load_with_inductor(
+    stored: bytes,
+    make_graph_module: Callable[[], torch.fx.GraphModule],
+    inputs: Sequence[Any],
+    fake_mode: Any,
+    config_patches: Mapping[str, Any],
+) -> InductorArtefact | None:
+    """An artefact from bytes that `pack` gave; None where it was made for other sizes.
+
+    Most graphs are not even traced. Only those that keep AOTAutograd's wrappers are, to make the
+    wrappers anew around the code.
+
+    Args:
+        stored: trusted: to read it is to run it.
+        make_graph_module: as for `compile_with_inductor`, if it is needed.
+        inputs: likewise.
+        fake_mode: likewise.
+        config_patches: likewise.
+    """
+    import torch._inductor.config as config
+    from torch._guards import TracingContext, tracing
+
+    record, code_bytes = pickle.loads(stored)  # noqa: S301
+    sizes = Sizes(inputs, fake_mode)
+    is_direct = record["graph"] is None
+    if not is_direct and sizes.names != record["names"]:
+        return None
+    if not sizes.allow(record["ranges"], record["assumptions"]):
+        return None
+    code = pickle.loads(code_bytes)  # noqa: S301
+
+    def pack() -> tuple[bytes, str]:
+        return stored, record["assumptions"]
+
+    if is_direct:
+        with config.patch(dict(config_patches)), tracing(TracingContext(fake_mode)):
+            revive(code, (), record["binaries"])
+        return InductorArtefact(_direct(code), record["mutated"], True, pack)
+
+    def stored_compile(
+        inner: torch.fx.GraphModule, given: Sequence[Any], *_: Any, **__: Any
+    ) -> Any:
+        if digest(inner.code) != record["graph"]:
+            raise ValueError("its graph is traced differently")
+        revive(code, given, record["binaries"])
+        return code
+
+    wrapped, _ = _compile_fx(
+        make_graph_module(), inputs, fake_mode, config_patches, stored_compile
+    )
+    return InductorArtefact(_spread(wrapped), record["mutated"], False, pack)
