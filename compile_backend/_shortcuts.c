@@ -306,7 +306,8 @@ typedef struct {
     Py_ssize_t num;
     PyObject *tables, *names; /* lists of dicts and of their keys */
     PyObject **objects;       /* what the dicts held; only compared, never used */
-    void **tensors;           /* torch's handles of the same, which see new memory of a tensor */
+    void **tensors;           /* torch's handles of the same, which see new memory of a tensor;
+                                 NULL for a tensor without an address of its own */
     void **addresses;
     GetDataPtr get_data_ptr;
     DeleteTensor delete_tensor;
@@ -371,9 +372,9 @@ static int watch_one(Watch *watch, Py_ssize_t i, PyObject *address)
     if (!PyDict_Check(table)) {
         return 0;
     }
-    watch->addresses[i] = PyLong_AsVoidPtr(address);
+    watch->addresses[i] = address == Py_None ? NULL : PyLong_AsVoidPtr(address);
     watch->objects[i] = PyDict_GetItemWithError(table, PyList_GET_ITEM(watch->names, i));
-    if (PyErr_Occurred() || watch->tensors[i] == NULL || watch->objects[i] == NULL) {
+    if (PyErr_Occurred() || watch->objects[i] == NULL) {
         return 0;
     }
 #if PY_VERSION_HEX >= 0x030C0000
@@ -382,6 +383,9 @@ static int watch_one(Watch *watch, Py_ssize_t i, PyObject *address)
     }
 #endif
     void *told = NULL;
+    if (watch->tensors[i] == NULL) {
+        return address == Py_None;
+    }
     return watch->get_data_ptr(watch->tensors[i], &told) == 0 && told == watch->addresses[i];
 }
 
@@ -416,7 +420,8 @@ static PyObject *watch(PyObject *self, PyObject *const *args, Py_ssize_t num_arg
     made->num_changes = num_dict_changes;
     int is_good = made->objects && made->tensors && made->addresses && !PyErr_Occurred();
     for (Py_ssize_t i = 0; is_good && i < num; i++) { /* all of them, to be freed with the rest */
-        made->tensors[i] = PyCapsule_GetPointer(PyList_GET_ITEM(args[2], i), NULL);
+        PyObject *capsule = PyList_GET_ITEM(args[2], i);
+        made->tensors[i] = capsule == Py_None ? NULL : PyCapsule_GetPointer(capsule, NULL);
     }
     for (Py_ssize_t i = 0; is_good && i < num; i++) {
         is_good = watch_one(made, i, PyList_GET_ITEM(args[3], i));
@@ -440,7 +445,10 @@ static PyObject *have_moved(PyObject *self, PyObject *capsule)
         Py_RETURN_TRUE;
     }
     for (Py_ssize_t i = 0; i < watch->num; i++) {
-        if (i + 8 < watch->num) {
+        if (watch->tensors[i] == NULL) {
+            continue;
+        }
+        if (i + 8 < watch->num && watch->tensors[i + 8] != NULL) {
             __builtin_prefetch(*(void **)watch->tensors[i + 8]); /* the tensor behind the handle */
         }
         void *address = NULL;

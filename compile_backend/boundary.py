@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compile_backend.layout import memory_of
+from compile_backend.layout import memory_of, owners_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -181,11 +181,7 @@ class Pins:
         self._keys.clear()
 
     def _make(self, results: Sequence[Any], args: Sequence[Any], growth: int) -> _Key:
-        owners = {
-            arg.untyped_storage().data_ptr(): index
-            for index, arg in enumerate(args)
-            if isinstance(arg, torch.Tensor) and arg.numel()
-        }
+        owners = owners_of_memory(args)
         views: list[_View] = []
         together: dict[Any, list[int]] = {}
         for position, result in enumerate(results):

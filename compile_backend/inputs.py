@@ -16,7 +16,12 @@ import torch.fx
 from compile_backend.boundary import SharedBuffer
 from compile_backend.layout import memory_of
 from compile_backend.torch_internals.cuda import are_at_addresses, copy_all
-from compile_backend.torch_internals.graphs import input_source_name, is_static_address
+from compile_backend.torch_internals.graphs import (
+    input_source_name,
+    is_static_address,
+    names_of_wrapped,
+    parts_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -76,10 +81,14 @@ def _class_of(node: torch.fx.Node, value: Any, device: torch.device) -> InputCla
 
 @dataclass(slots=True)
 class _Loaded:
-    """One key's buffers, how to fill them, and where all else was. Holds no weights alive."""
+    """One key's buffers, how to fill them, and where all else was. Holds no weights alive.
+
+    `wrappers` has the addresses inside of inputs that only wrap others, as quantized weights do.
+    """
 
     buffers: list[tuple[int, torch.Tensor]]
     addresses: list[int | None]
+    wrappers: dict[int, tuple[int, ...]]
     memories: frozenset[int]
     written_memories: frozenset[int]
     copies: list[tuple[list[torch.Tensor], list[int]]]
@@ -138,7 +147,9 @@ class InputBuffers:
             loaded = self._loaded[key] = self._make(args, growth)
             has_moved = False
         else:
-            has_moved = not are_at_addresses(static_args, loaded.addresses, self._fixed)
+            has_moved = not are_at_addresses(static_args, loaded.addresses, self._fixed) or any(
+                _addresses_inside(args[i]) != addresses for i, addresses in loaded.wrappers.items()
+            )
             if has_moved:
                 self._look_at(loaded, args)
         for targets, positions in loaded.copies:
@@ -195,12 +206,15 @@ class InputBuffers:
                 targets.append(buffer)
                 positions.append(i)
         copies = list(by_dtype.values())
-        loaded = _Loaded(buffers, [], frozenset(), frozenset(), copies, irregular)
+        loaded = _Loaded(buffers, [], {}, frozenset(), frozenset(), copies, irregular)
         self._look_at(loaded, args)
         return loaded
 
     def _look_at(self, loaded: _Loaded, args: Sequence[Any]) -> None:
         """Note where the inputs are that are not copied."""
+        loaded.wrappers = {
+            i: _addresses_inside(args[i]) for i in self._fixed if names_of_wrapped(args[i])
+        }
         loaded.addresses = [None] * len(args)
         for i in self._fixed:
             loaded.addresses[i] = args[i].data_ptr()
@@ -210,4 +224,13 @@ class InputBuffers:
 
 
 def _memories(args: Sequence[Any], positions: Sequence[int]) -> frozenset[int]:
-    return frozenset(args[i].untyped_storage().data_ptr() for i in positions if args[i].numel())
+    return frozenset(
+        part.untyped_storage().data_ptr()
+        for i in positions
+        for part in parts_of(args[i])
+        if part.numel()
+    )
+
+
+def _addresses_inside(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple([part.data_ptr() for part in parts_of(tensor)])

@@ -1,11 +1,15 @@
-"""Copying tensors whatever their layout: strided, overlapping, or with all elements in one."""
+"""How tensors lie in memory: strided, overlapping, all elements in one, or inside of another."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compile_backend.torch_internals.graphs import names_of_wrapped
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,3 +29,15 @@ def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
         if stride == 0 and tensor.size(dim) > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+def owners_of_memory(args: Sequence[Any]) -> dict[int, int]:
+    """Which argument each memory belongs to, the first of them, by the memory's address.
+
+    Tensors that only wrap others own none.
+    """
+    owners: dict[int, int] = {}
+    for index, arg in enumerate(args):
+        if isinstance(arg, torch.Tensor) and not names_of_wrapped(arg) and arg.numel():
+            owners.setdefault(arg.untyped_storage().data_ptr(), index)
+    return owners

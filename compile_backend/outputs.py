@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compile_backend.layout import memory_of
+from compile_backend.layout import memory_of, owners_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -84,11 +84,7 @@ class OutputReturns:
     def _make(
         self, outputs: Sequence[Any], static_args: Sequence[Any]
     ) -> tuple[list[Any], list[_Together]]:
-        owners = {
-            arg.untyped_storage().data_ptr(): i
-            for i, arg in enumerate(static_args)
-            if isinstance(arg, torch.Tensor) and arg.numel()
-        }
+        owners = owners_of_memory(static_args)
         plan: list[Any] = []
         groups: dict[int, list[int]] = {}
         for index, output in enumerate(outputs):

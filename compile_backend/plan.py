@@ -16,11 +16,13 @@ import torch.fx
 from compile_backend.config import CUDAGraphMode
 from compile_backend.dispatch import CudagraphDispatcher
 from compile_backend.errors import number_of
-from compile_backend.inputs import GraphInput, classify_inputs
+from compile_backend.inputs import GraphInput, InputClass, classify_inputs
 from compile_backend.op_names import SplittingOps, normal_name, op_name
 from compile_backend.pipeline import prepare_for_split
 from compile_backend.plain_calls import BatchReader
 from compile_backend.resolve import Resolution, default_mode, resolve_cudagraph_mode
+from compile_backend.sizes import PaddingTable, check_compile_sizes, listed_sizes
+from compile_backend.specialise import Specialisations, plan_specialisations
 from compile_backend.split import Section, SplitGraph, is_trivial, split_graph
 from compile_backend.support import (
     AttentionCGSupport,
@@ -29,7 +31,12 @@ from compile_backend.support import (
     speaks_of,
     support_level,
 )
-from compile_backend.torch_internals.graphs import fix_numbers_of_modules, is_number_input
+from compile_backend.torch_internals.graphs import (
+    fix_numbers_of_modules,
+    is_number_input,
+    names_of_wrapped,
+)
+from compile_backend.torch_internals.narrowing import example_of
 from compile_backend.torch_internals.sizes import data_dependent_symbols, free_symbols_of
 
 if TYPE_CHECKING:
@@ -58,6 +65,7 @@ class GraphPlan:
         dispatcher: the keys, for calls that may not be padded.
         reader: describes plain calls.
         first_call: the batch of the call that this graph was made for.
+        specialisations: the numbers of tokens that pieces are compiled for by themselves.
     """
 
     split: SplitGraph
@@ -74,6 +82,7 @@ class GraphPlan:
     dispatcher: CudagraphDispatcher
     reader: BatchReader
     first_call: BatchDescriptor
+    specialisations: Specialisations
 
     @property
     def mode(self) -> CUDAGraphMode:
@@ -127,12 +136,16 @@ def plan_graph(
     needs_grad = _needs_grad(graph_module.graph, example_inputs)
     splitting_ops = SplittingOps(names)
     split = split_graph(graph_module, splitting_ops, keep_grad_mode=needs_grad)
-    uncuttable = _reshaped_in_place(graph_module.graph) or _number_crosses(split)
+    device = _device_of(example_inputs, split)
+    inputs = classify_inputs(graph_module.graph, example_inputs, device)
+    uncuttable = (
+        _reshaped_in_place(graph_module.graph)
+        or _number_crosses(split)
+        or _wrapper_crosses(split, inputs)
+    )
     if uncuttable:
         split = split_graph(graph_module, SplittingOps(()), keep_grad_mode=needs_grad)
-    device = _device_of(example_inputs, split)
     support = _support_of(split, config)
-    inputs = classify_inputs(graph_module.graph, example_inputs, device)
     sources = {item.name: _LOCAL.sub(r"\1", item.source) for item in inputs}
     data_dependent = _data_dependent(graph_module.graph)
     uncapturable = {
@@ -170,6 +183,12 @@ def plan_graph(
         max_num_seqs=config.max_num_seqs,
         describe_batch=config.describe_batch,
     )
+    first_call = reader.read(example_inputs)
+    specialisations = _specialisations(
+        config, dispatcher, resolution.mode, _num_tokens(split, reader, first_call)
+    )
+    if specialisations is None or needs_grad:
+        specialisations = Specialisations()
     return GraphPlan(
         split=split,
         inputs=inputs,
@@ -184,8 +203,12 @@ def plan_graph(
         needs_grad=needs_grad,
         dispatcher=dispatcher,
         reader=reader,
-        first_call=reader.read(example_inputs),
+        first_call=first_call,
+        specialisations=specialisations,
     )
+
+
+XXX
 
 
 def _support_of(split: SplitGraph, config: CompilationConfig) -> dict[str, AttentionCGSupport]:
@@ -265,6 +288,15 @@ def _device_of(example_inputs: Sequence[Any], split: SplitGraph) -> torch.device
     values = (*example_inputs, *split.values.values())
     devices = [value.device for value in values if isinstance(value, torch.Tensor)]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def _wrapper_crosses(split: SplitGraph, inputs: Sequence[GraphInput]) -> str | None:
+    """Whether a value has no memory of its own that a graph could read or fill."""
+    weights = {item.name for item in inputs if item.kind is not InputClass.CALLER}
+    for name, value in split.values.items():
+        if name not in weights and isinstance(value, torch.Tensor) and names_of_wrapped(value):
+            return f"hands on `{name}`, a {type(value).__name__}, which only wraps other tensors"
+    return None
 
 
 def _needs_grad(graph: torch.fx.Graph, example_inputs: Sequence[Any]) -> bool:

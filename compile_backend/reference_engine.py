@@ -18,7 +18,7 @@ import torch
 from compile_backend.context import ForwardContext, current_forward_context, enter_forward_context
 from compile_backend.errors import CaptureError
 from compile_backend.graph_engine import Sessions, Trial
-from compile_backend.layout import unexpanded
+from compile_backend.layout import owners_of_memory, unexpanded
 from compile_backend.torch_internals.graphs import tree_leaves, tree_map
 
 if TYPE_CHECKING:
@@ -177,11 +177,7 @@ class ReferenceEngine:
 
 def _described(outputs: Any, args: Sequence[Any]) -> Any:
     """`outputs` with a `_TensorSpec` for every tensor; those that share memory go on doing so."""
-    owners = {
-        arg.untyped_storage().data_ptr(): index
-        for index, arg in reversed(list(enumerate(args)))
-        if isinstance(arg, torch.Tensor) and arg.numel()
-    }
+    owners = owners_of_memory(args)
     tensors = [item for item in tree_leaves(outputs) if isinstance(item, torch.Tensor)]
     bools = {t.untyped_storage().data_ptr() for t in tensors if t.dtype is torch.bool}
     new: dict[int, _NewMemory] = {}

@@ -77,7 +77,7 @@ def watch(
     tables: Sequence[Mapping[str, torch.Tensor | None]],
     names: Sequence[str],
     tensors: Sequence[torch.Tensor],
-    addresses: Sequence[int],
+    addresses: Sequence[int | None],
 ) -> object | None:
     """Take note of tensors in dicts, for `have_moved`; they live as long as what it returns.
 
@@ -85,9 +85,14 @@ def watch(
         tables: the dict of each tensor.
         names: its name there.
         tensors: what the dicts hold.
-        addresses: where each of them is.
+        addresses: where each of them is; None for a tensor without an address of its own, which
+            has to be the same object.
     """
-    handles = None if _built is None else tensor_handles(tensors)
+    own = [
+        None if address is None else tensor
+        for tensor, address in zip(tensors, addresses, strict=True)
+    ]
+    handles = None if _built is None else tensor_handles(own)
     if handles is None:
         return None
     watched: object | None = _built.watch(

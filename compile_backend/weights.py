@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from compile_backend import shortcuts
 from compile_backend.torch_internals.cuda import are_at_addresses
+from compile_backend.torch_internals.graphs import names_of_wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,8 +29,9 @@ class Weights:
 
     def __init__(self, model: torch.nn.Module | None) -> None:
         self._model = model
-        self._tables: list[Mapping[str, torch.Tensor | None]] = []
+        self._tables: list[Mapping[str, Any]] = []
         self._names: list[str] = []
+        self._wrappers: dict[int, torch.Tensor] = {}
         self._positions: list[int] = []
         self._addresses: list[int | None] = []
         self._watched: object | None = None
@@ -37,28 +39,43 @@ class Weights:
 
     def note(self) -> None:
         """Take the weights and the addresses of now for those that graphs read."""
-        self._tables, self._names = [], []
+        self._tables, self._names, self._wrappers = [], [], {}
         for module in () if self._model is None else self._model.modules():
             for table in (module._parameters, module._buffers):  # noqa: SLF001 - the tables
-                names = [name for name, tensor in table.items() if tensor is not None]
-                self._tables += [table] * len(names)
-                self._names += names
-        self._positions = list(range(len(self._names)))
+                for name, tensor in table.items():
+                    self._add(table, name, tensor)
         tensors = self.tensors()
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        self._addresses = [*addresses]
-        self._watched = shortcuts.watch(self._tables, self._names, tensors, addresses)
+        self._positions = [i for i in range(len(tensors)) if i not in self._wrappers]
+        self._addresses = [None] * len(tensors)
+        for i in self._positions:
+            self._addresses[i] = tensors[i].data_ptr()
+        self._watched = shortcuts.watch(self._tables, self._names, tensors, self._addresses)
+
+    def _add(self, table: Mapping[str, Any], name: str, tensor: torch.Tensor | None) -> None:
+        """Look after a tensor, and after those that it only wraps, as quantized weights do."""
+        if tensor is None:
+            return
+        self._tables.append(table)
+        self._names.append(name)
+        parts = names_of_wrapped(tensor)
+        if parts:
+            self._wrappers[len(self._names) - 1] = tensor
+        for part in parts:
+            self._add(vars(tensor), part, getattr(tensor, part))
 
     def have_moved(self) -> bool:
         """Whether a weight is elsewhere, or gone."""
         if self._watched is not None:
             return shortcuts.have_moved(self._watched)
         try:
-            return not are_at_addresses(self.tensors(), self._addresses, self._positions)
+            tensors = self.tensors()
+            return any(
+                tensors[i] is not wrapper for i, wrapper in self._wrappers.items()
+            ) or not are_at_addresses(tensors, self._addresses, self._positions)
         except (KeyError, AttributeError, TypeError, RuntimeError):  # it is gone, or None
             return True
 
     def tensors(self) -> list[torch.Tensor]:
-        """What the modules' tables hold where weights were noted."""
+        """What the tables hold where weights were noted."""
         tables: list[Any] = self._tables
         return [*map(operator.getitem, tables, self._names)]

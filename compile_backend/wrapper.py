@@ -21,7 +21,7 @@ from compile_backend.errors import CaptureError, ConfigError
 from compile_backend.graph_engine import Trial
 from compile_backend.layout import memory_of
 from compile_backend.stats import GraphStats, KeyStats
-from compile_backend.torch_internals.graphs import tree_leaves, tree_map
+from compile_backend.torch_internals.graphs import parts_of, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -276,4 +276,6 @@ class CUDAGraphWrapper:
 
 
 def _addresses(args: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor))
+    return tuple(
+        part.data_ptr() for arg in args if isinstance(arg, torch.Tensor) for part in parts_of(arg)
+    )

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
+from compile_backend import shortcuts
 from compile_backend.weights import Weights
 
 Change = Callable[[torch.nn.Module], object]
@@ -103,6 +105,56 @@ def test_moves_are_seen_after_one_was_noted(later: Change) -> None:
     weights.note()
     later(model)
     assert weights.have_moved()
+
+
+class Wrapping(torch.nn.Module):
+    """A weight that wraps two others, as a quantized one wraps its numbers and scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = TwoTensor(torch.ones(2, 2), TwoTensor(torch.ones(2, 2), torch.zeros(2, 2)))
+        self.weight = torch.nn.Parameter(inner, requires_grad=False)
+
+    def rewrap(self) -> None:
+        inner = self.weight
+        self.weight = torch.nn.Parameter(TwoTensor(inner.a, inner.b), requires_grad=False)
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize(
+    ("change", "moves"),
+    [
+        (lambda model: new_memory(model.weight.a), True),
+        (lambda model: new_memory(model.weight.b.b), True),
+        (lambda model: setattr(model.weight, "a", torch.ones(2, 2)), True),
+        (lambda model: setattr(model.weight.b, "a", torch.ones(2, 2)), True),
+        (lambda model: model.rewrap(), True),
+        (lambda model: model.weight.a.mul_(2), False),
+        (lambda model: model.eval(), False),
+    ],
+    ids=[
+        "part",
+        "part of a part",
+        "new part",
+        "new part of a part",
+        "wrapped anew",
+        "numbers",
+        "-",
+    ],
+)
+def test_tensors_inside_of_a_weight_are_looked_after(
+    change: Change, *, moves: bool, is_built: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_built:
+        monkeypatch.setattr(shortcuts, "watch", lambda *_: None)
+    model = Wrapping()
+    weights = Weights(model)
+    assert (weights._watched is not None) is is_built
+    assert not weights.have_moved()
+    change(model)
+    assert weights.have_moved() is moves
+    weights.note()
+    assert not weights.have_moved()
 
 
 def test_a_weight_that_comes_back_is_watched_once_noted() -> None:

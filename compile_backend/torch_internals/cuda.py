@@ -111,8 +111,8 @@ class TensorHandles:
     """Tensors as torch's stable C interface knows them, `aoti_torch/c/shim.h`.
 
     Attributes:
-        capsules: each with a handle that whoever takes it must delete. A handle sees new memory
-            of its tensor, and keeps the tensor alive.
+        capsules: each with a handle that whoever takes it must delete, or None. A handle sees new
+            memory of its tensor, and keeps the tensor alive.
         get_data_ptr: address of `aoti_torch_get_data_ptr`.
         delete_tensor: address of `aoti_torch_delete_tensor_object`.
     """
@@ -122,19 +122,18 @@ class TensorHandles:
     delete_tensor: int
 
 
-def tensor_handles(tensors: Sequence[torch.Tensor]) -> TensorHandles | None:
+def tensor_handles(tensors: Sequence[torch.Tensor | None]) -> TensorHandles | None:
     """Handles of tensors; None where this torch gives none.
 
     Args:
-        tensors: ordinary ones; those that only wrap others have no address of their own.
+        tensors: with data of their own; None stays None.
     """
     make = getattr(getattr(torch._C, "_aoti", None), "unsafe_alloc_void_ptrs_from_tensors", None)
     functions = _stable_functions("aoti_torch_get_data_ptr", "aoti_torch_delete_tensor_object")
     if make is None or functions is None:
         return None
-    if any(torch.utils._python_dispatch.is_traceable_wrapper_subclass(item) for item in tensors):
-        return None
-    return TensorHandles(make(list(tensors)), *functions)
+    made = iter(make([tensor for tensor in tensors if tensor is not None]))
+    return TensorHandles([None if item is None else next(made) for item in tensors], *functions)
 
 
 def launch_functions() -> list[int] | None:

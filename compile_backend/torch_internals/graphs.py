@@ -147,3 +147,19 @@ def _belongs_to_module(node: torch.fx.Node) -> bool:
     source = _source_of(node)
     kind = getattr(source, "guard_source", None)
     return "NN_MODULE" in str(kind() if callable(kind) else kind)
+
+
+def names_of_wrapped(tensor: torch.Tensor) -> list[str]:
+    """The attributes that hold a tensor's data, for a subclass that only wraps others."""
+    wrapper: Any = tensor
+    if not torch.utils._python_dispatch.is_traceable_wrapper_subclass(wrapper):
+        return []
+    return list(wrapper.__tensor_flatten__()[0])
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold the data: itself, or what it wraps."""
+    names = names_of_wrapped(tensor)
+    if not names:
+        return [tensor]
+    return [part for name in names for part in parts_of(getattr(tensor, name))]
