@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_the_second_launch_is_past_the_binder(kernel):
     assert kernel.bound == [((1, 2), (first, 16, 0.5, True, 64), {"num_warps": 4})]
     ((*head, tensor, sixteen, half, flag, size),) = kernel.run
     assert head == [3, 4, 1, "stream", "f1", "m1", None, None, None]
-    assert tensor is second
+    assert tensor == second.data_ptr()
     assert (sixteen, half, flag, size) == (16, 0.5, True, 64)
 
 
@@ -104,3 +105,65 @@ def test_what_is_kept_is_limited(kernel, monkeypatch):
     for number in range(10):
         launcher.launch((1, 1), (torch.zeros(8),), (number,), (), num_warps=4)
     assert len(launcher._kept) <= 3
+
+
+# --- the same tensors again -------------------------------------------------------------------
+
+
+def launched(launcher: KeptKernel, tensors: Any, facts: Any = "facts") -> None:
+    """Launches with a slot, until the compiled kernel is kept and its launch is known."""
+    for _ in range(2):
+        launcher.launch(
+            (1, 2), tensors, (7,), (64,), slot="slot", facts=facts, num_fresh=1, num_warps=4
+        )
+
+
+def test_a_launch_is_repeated_with_the_very_tensors(kernel):
+    launcher = kept(kernel)
+    fresh, static = torch.zeros(8), torch.ones(8)
+    launched(launcher, (fresh, static))
+    other = torch.zeros(8)
+    assert launcher.repeat("slot", (static,), "facts", (other,))
+    first, second = kernel.run
+    assert second == (*first[:9], other.data_ptr(), *first[10:])
+    assert first[9:] == (fresh.data_ptr(), static.data_ptr(), 7, 64)
+
+
+@pytest.mark.parametrize(
+    "change", ["slot", "facts", "tensor", "memory", "hooked", "device", "gone"]
+)
+def test_another_launch_is_not_repeated(kernel, monkeypatch, change):
+    launcher = kept(kernel)
+    fresh, static = torch.zeros(8), torch.ones(8)
+    launched(launcher, (fresh, static))
+    slot, facts, tensor = "slot", "facts", static
+    if change == "slot":
+        slot = "other"
+    elif change == "facts":
+        facts = "other"
+    elif change == "tensor":
+        tensor = static.view(8)
+    elif change == "memory":
+        static.data = torch.ones(8)
+    elif change == "hooked":
+        hooks = SimpleNamespace(launch_enter_hook=print, launch_exit_hook=None)
+        monkeypatch.setattr(triton_kept, "_HOOKS", hooks)
+    elif change == "device":
+        monkeypatch.setattr(triton_kept.driver.active, "get_current_device", lambda: 1)
+    else:
+        del static, tensor
+        tensor = torch.ones(8)
+    num_launches = len(kernel.run)
+    assert not launcher.repeat(slot, (tensor,), facts, (fresh,))
+    assert len(kernel.run) == num_launches
+
+
+def test_launches_keep_no_tensor_alive(kernel):
+    launcher = kept(kernel)
+    tensors = [torch.zeros(8), torch.ones(8)]
+    launched(launcher, tuple(tensors))
+    gone: list[str] = []
+    weakref.finalize(tensors[1], gone.append, "gone")
+    tensors.clear()
+    kernel.bound.clear()
+    assert gone == ["gone"]

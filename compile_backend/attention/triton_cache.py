@@ -41,6 +41,10 @@ def store_with_triton(
         key_scale: used by caches of 8-bit floats.
         value_scale: likewise.
     """
+    facts = (key.shape, key_scale, value_scale)
+    tensors = (key, value, key_cache, value_cache, slot_mapping)
+    if _STORE.repeat(id(key_cache), tensors, facts):
+        return
     num_tokens, num_kv_heads, head_size = key.shape
     if not num_tokens:
         return
@@ -68,6 +72,8 @@ def store_with_triton(
             block,
             torch.finfo(dtype).max if dtype.itemsize == 1 else 0.0,
         ),
+        slot=id(key_cache),
+        facts=facts,
         num_warps=4,
     )
 

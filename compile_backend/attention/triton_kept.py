@@ -2,18 +2,22 @@
 
 Triton looks at every argument of every launch to find the compiled kernel that fits, which takes
 the host as long as a small kernel takes the device. What it looks at is few facts, so a kernel
-that was found for them is kept and launched at once. This file refuses to know what kernels do.
+that was found for them is kept and launched at once. Where a layer comes with the very tensors of
+its last launch, as in a step that is replayed piece by piece, not even the facts are looked at.
+This file refuses to know what kernels do.
 """
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import triton
 from triton.runtime import driver
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
 
     import torch
 
@@ -21,6 +25,31 @@ if TYPE_CHECKING:
 _MOST_KEPT = 4096
 
 _HOOKS = triton.knobs.runtime
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A launch that may be repeated. Keeps no tensor alive.
+
+    Attributes:
+        tensors: its pointers, but for those that are new each time.
+        addresses: of them.
+        facts: what else it depends on.
+        device: of the kernel.
+        run: Triton's launcher.
+        grid: in three dimensions.
+        kernel: what the launcher wants to know of the kernel.
+        arguments: after the pointers that are new each time.
+    """
+
+    tensors: tuple[weakref.ref[torch.Tensor], ...]
+    addresses: tuple[int, ...]
+    facts: Hashable
+    device: int
+    run: Callable[..., None]
+    grid: tuple[int, int, int]
+    kernel: tuple[Any, ...]
+    arguments: tuple[Any, ...]
 
 
 class KeptKernel:
@@ -36,6 +65,7 @@ class KeptKernel:
         self._kernel = kernel
         self._is_compiled = not triton.knobs.runtime.interpret
         self._kept: dict[Hashable, Any] = {}
+        self._last: dict[Hashable, _Launch] = {}
 
     def launch(
         self,
@@ -43,6 +73,10 @@ class KeptKernel:
         tensors: tuple[torch.Tensor, ...],
         numbers: tuple[float, ...],
         constants: tuple[Any, ...],
+        *,
+        slot: Hashable = None,
+        facts: Hashable = None,
+        num_fresh: int = 0,
         **options: int,
     ) -> None:
         """Launch on the current stream of the current device.
@@ -52,29 +86,79 @@ class KeptKernel:
             tensors: the pointers.
             numbers: passed by value, each always of one type.
             constants: compiled in.
+            slot: under which `repeat` finds this launch; None for nowhere.
+            facts: what all but the tensors follows from, for `repeat`.
+            num_fresh: how many of the first tensors are new each time.
             **options: Triton's, such as `num_warps`.
         """
         # Compiled forms depend on types, on numbers being 1 or multiples of 16, on pointers being
         # aligned to 16 bytes, on constants, options and the device.
-        arguments = (*tensors, *numbers, *constants)
-        addresses = 0
-        for tensor in tensors:
-            addresses |= tensor.data_ptr()
-        if addresses & 15 or not self._is_compiled or _is_hooked():
-            self._kernel[grid](*arguments, **options)
+        addresses = tuple([tensor.data_ptr() for tensor in tensors])
+        bits = 0
+        for address in addresses:
+            bits |= address
+        if bits & 15 or not self._is_compiled or _is_hooked():
+            self._kernel[grid](*tensors, *numbers, *constants, **options)
             return
         dtypes = tuple([tensor.dtype for tensor in tensors])
         device = driver.active.get_current_device()
         key = (device, dtypes, numbers, constants, *options.values())
         kept = self._kept.get(key)
         if kept is None:
-            if len(self._kept) >= _MOST_KEPT:
-                self._kept.clear()
-            self._kept[key] = self._kernel[grid](*arguments, **options)
+            _limit(self._kept)
+            self._kept[key] = self._kernel[grid](*tensors, *numbers, *constants, **options)
             return
-        stream = driver.active.get_current_stream(device)
-        launch = (stream, kept.function, kept.packed_metadata, None, None, None)
-        kept.run(*grid, 1, *launch, *arguments)
+        launch = _Launch(
+            tuple([weakref.ref(tensor) for tensor in tensors[num_fresh:]]),
+            addresses[num_fresh:],
+            facts,
+            device,
+            kept.run,
+            (*grid, 1),
+            (kept.function, kept.packed_metadata, None, None, None),
+            (*addresses[num_fresh:], *numbers, *constants),
+        )
+        if slot is not None:
+            _limit(self._last)
+            self._last[slot] = launch
+        _run(launch, addresses[:num_fresh])
+
+    def repeat(
+        self,
+        slot: Hashable,
+        tensors: tuple[torch.Tensor, ...],
+        facts: Hashable,
+        fresh: tuple[torch.Tensor, ...] = (),
+    ) -> bool:
+        """Launch what was last launched for a slot, if that was with these very tensors.
+
+        Args:
+            slot: of `launch`.
+            tensors: of `launch`, but for those that are new each time; their shapes are what they
+                were.
+            facts: of `launch`.
+            fresh: tensors that are new each time; aligned to 16 bytes.
+        """
+        last = self._last.get(slot)
+        if last is None or last.facts != facts or _is_hooked():
+            return False
+        for held, address, tensor in zip(last.tensors, last.addresses, tensors, strict=True):
+            if held() is not tensor or tensor.data_ptr() != address:
+                return False
+        if driver.active.get_current_device() != last.device:
+            return False
+        _run(last, tuple([tensor.data_ptr() for tensor in fresh]))
+        return True
+
+
+def _run(launch: _Launch, fresh: tuple[int, ...]) -> None:
+    stream = driver.active.get_current_stream(launch.device)
+    launch.run(*launch.grid, stream, *launch.kernel, *fresh, *launch.arguments)
+
+
+def _limit(held: dict[Hashable, Any]) -> None:
+    if len(held) >= _MOST_KEPT:
+        held.clear()
 
 
 def _is_hooked() -> bool:

@@ -20,11 +20,11 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["num_reqs"])
 def attend_kernel(
+    partial,
     query,
     key_cache,
     value_cache,
     output,
-    partial,
     query_start_loc,
     seq_lens,
     block_table,

@@ -16,6 +16,8 @@ from compile_backend.attention.triton_kernels import attend_kernel, reduce_kerne
 from compile_backend.attention.triton_plan import MIN_DOT_SIZE, next_power_of_2
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from compile_backend.attention.kv_cache import LayerCache
     from compile_backend.attention.metadata import AttentionMetadata
     from compile_backend.attention.spec import AttentionSpec
@@ -52,28 +54,48 @@ def attend_with_triton(
     if not metadata.num_tokens:
         return
     query = with_adjacent_elements(query)
-    output_strides = output.stride()
-    assert output_strides[2] == 1, "the elements of a head must be side by side"
-    is_scaled = cache.keys.dtype.itemsize == 1
-    head_pad = max(MIN_DOT_SIZE, next_power_of_2(spec.head_size))
     num_splits = plan.num_splits
     result_size = spec.head_size + NUM_STATS
     partial = output
     if num_splits > 1:
         num_results = metadata.num_tokens * spec.num_heads * num_splits
         partial = torch.empty(num_results * result_size, dtype=torch.float32, device=query.device)
+    slot = id(cache.keys)
+    facts = (plan, spec, metadata.num_reqs, query.shape, cache.key_scale, cache.value_scale)
+    lengths = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
+    tensors = (query, cache.keys, cache.values, output, *lengths)
+    if not _ATTEND.repeat(slot, tensors, facts, fresh=(partial,)):
+        _attend(partial, tensors, cache, metadata, spec, plan, slot, facts)
+    if num_splits > 1 and not _REDUCE.repeat(slot, (output, lengths[0]), facts, fresh=(partial,)):
+        _REDUCE.launch(
+            (metadata.num_tokens, spec.num_heads),
+            (partial, output, metadata.query_start_loc),
+            (metadata.num_reqs, *output.stride()[:2]),
+            (spec.head_size, _padded(spec.head_size), num_splits, result_size),
+            slot=slot,
+            facts=facts,
+            num_fresh=1,
+            num_warps=4,
+        )
+
+
+def _attend(
+    partial: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
+    cache: LayerCache,
+    metadata: AttentionMetadata,
+    spec: AttentionSpec,
+    plan: LaunchPlan,
+    slot: int,
+    facts: Hashable,
+) -> None:
+    query, output = tensors[0], tensors[3]
+    output_strides = output.stride()
+    assert output_strides[2] == 1, "the elements of a head must be side by side"
+    is_scaled = cache.keys.dtype.itemsize == 1
     _ATTEND.launch(
-        (plan.num_blocks * spec.num_kv_heads, num_splits),
-        (
-            query,
-            cache.keys,
-            cache.values,
-            output,
-            partial,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.block_table,
-        ),
+        (plan.num_blocks * spec.num_kv_heads, plan.num_splits),
+        (partial, *tensors),
         (
             metadata.num_reqs,
             spec.scale * LOG2_E * (cache.key_scale if is_scaled else 1.0),
@@ -87,28 +109,27 @@ def attend_with_triton(
             spec.num_kv_heads,
             spec.num_heads // spec.num_kv_heads,
             spec.head_size,
-            head_pad,
+            _padded(spec.head_size),
             cache.keys.shape[1],
             spec.sliding_window or 0,
             spec.soft_cap or 0.0,
             plan.block_rows,
             plan.tile,
             plan.is_whole,
-            num_splits > 1,
-            result_size,
+            plan.num_splits > 1,
+            spec.head_size + NUM_STATS,
             IS_INTERPRETED,
         ),
+        slot=slot,
+        facts=facts,
+        num_fresh=1,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
     )
-    if num_splits > 1:
-        _REDUCE.launch(
-            (metadata.num_tokens, spec.num_heads),
-            (partial, output, metadata.query_start_loc),
-            (metadata.num_reqs, *output_strides[:2]),
-            (spec.head_size, head_pad, num_splits, result_size),
-            num_warps=4,
-        )
+
+
+def _padded(head_size: int) -> int:
+    return max(MIN_DOT_SIZE, next_power_of_2(head_size))
 
 
 _ATTEND, _REDUCE = KeptKernel(attend_kernel), KeptKernel(reduce_kernel)
