@@ -15,22 +15,20 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from paged_steps import (
-    BLOCK_SIZE,
-    DECODES,
-    MAX_MODEL_LEN,
-    NUM_BLOCKS,
-    captured_by_hand,
-    decode,
-    host_us,
-    make_model,
-    make_runner,
-)
 
 from compile_backend import runner as runner_module
 from compile_backend.attention.builder import AttentionMetadataBuilder
-from compile_backend.attention.huggingface import paged_model
 from compile_backend.batch_loader import BatchLoader
+from compile_backend.bench.by_hand import captured_by_hand
+from compile_backend.bench.paged_batches import decode
+from compile_backend.bench.paged_ways import (
+    make_runner,
+    on_paged_cache,
+    run_at,
+    step_outside_a_runner,
+)
+from compile_backend.bench.rounds import Clock
+from compile_backend.bench.shapes import SHAPES, make_model
 from compile_backend.dispatch import CudagraphDispatcher
 from compile_backend.full_steps import FullSteps
 from compile_backend.runner import GraphModelRunner
@@ -73,26 +71,35 @@ def main() -> None:
     parser.add_argument("--attention", default="flash_attn_3")
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()
+    shape, device = SHAPES[arguments.shape], torch.device("cuda", 0)
+    clock = Clock(device)
     with torch.no_grad():
-        paged = paged_model(
-            make_model(arguments.shape),
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-            backend=arguments.attention,
+        paged = on_paged_cache(make_model(shape, device), shape, arguments.attention)
+        runner = make_runner(
+            paged.module,
+            paged,
+            "FULL_DECODE_ONLY",
+            options={},
+            sizes=shape.decodes,
+            max_num_seqs=max(shape.decodes),
+            max_num_tokens=max(shape.decodes),
         )
-        runner = make_runner(paged.module, paged, "FULL_DECODE_ONLY", list(DECODES))
         runner.capture(progress=False)
-        works = [decode(number) for number in DECODES]
-        by_hand = [captured_by_hand(paged.module, paged, work) for work in works]
+        works = [decode(shape, number) for number in shape.decodes]
+        by_hand = [
+            captured_by_hand(step_outside_a_runner(paged.module, paged, work, for_graph=True)[0])
+            for work in works
+        ]
         print("| part | " + " | ".join(work.name for work in works) + " |")
         print("|---|" + "---|" * len(works))
         bare: list[list[float]] = [[] for _ in works]
         whole: list[list[float]] = [[] for _ in works]
         for _ in range(10):
             for work, graph, bares, steps in zip(works, by_hand, bare, whole, strict=True):
-                bares.extend(host_us(graph, 30))
-                steps.extend(host_us(lambda work=work: runner.run(work.batch), 30))
+                ways = {"bare": graph, "whole": run_at(runner, work)}
+                times = clock.host_us(ways, 30)
+                bares.extend(times["bare"])
+                steps.extend(times["whole"])
         show("replay of a graph captured by hand", bare)
         show("whole step", whole)
         originals = [getattr(owner, name) for owner, name, _ in PARTS]
@@ -101,7 +108,7 @@ def main() -> None:
             for (owner, name, _), original, rows in zip(PARTS, originals, spent, strict=True):
                 rows.append([])
                 setattr(owner, name, timed(original, rows[-1]))
-            host_us(lambda work=work: runner.run(work.batch), arguments.steps)
+            clock.host_us({"whole": run_at(runner, work)}, arguments.steps)
         for (owner, name, inside), rows in zip(PARTS, spent, strict=True):
             calls = len(rows[0]) // arguments.steps
             label = f"{owner.__name__.rpartition('.')[2]}.{name}"

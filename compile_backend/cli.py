@@ -12,6 +12,7 @@ import dataclasses
 import datetime as dt
 import json
 import logging
+import shlex
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from compile_backend.bench import command as bench_command
 from compile_backend.cache import ArtefactCache, cache_directory, cache_size_bytes
 from compile_backend.config import CompilationConfig, unavailable
 from compile_backend.errors import CaptureError, ConfigError
@@ -28,7 +31,7 @@ from compile_backend.once import WarnOnce
 from compile_backend.reports import columns, facts, stats_facts, stats_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rich.status import Status
 
@@ -52,10 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the process if None.
 
     Returns:
-        The exit status: 0; 1 when the compiled answer differs from the eager one or a capture
-        failed under `strict`; 2 for what was asked wrongly.
+        The exit status: 0; 1 when the compiled answer differs from the eager one, a capture
+        failed under `strict`, or something that was to be measured failed; 2 for what was asked
+        wrongly.
     """
-    parsed = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parsed = _parser().parse_args(given)
+    parsed.given = given
     progress = _Progress(Console(stderr=True))
     command: Callable[[argparse.Namespace, _Progress], int] = parsed.command
     try:
@@ -104,6 +110,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_model_arguments(explaining)
     explaining.set_defaults(command=_explain)
+    measuring = commands.add_parser(
+        "bench",
+        help="measure this backend beside its alternatives",
+        description="Measure wall and host time of a model's steps, start-up, captures and, if "
+        "asked for, growth, with all variants in turn in one process. The exit status is 1 if "
+        "something failed; the rest is measured all the same.",
+    )
+    bench_command.add_arguments(measuring)
+    _add_device_argument(measuring)
+    _add_options_argument(measuring, "a mode in it stands for --modes")
+    _add_json_argument(measuring)
+    measuring.set_defaults(command=_bench)
     caching = commands.add_parser(
         "cache",
         help="list or remove compiled pieces on disk",
@@ -143,17 +161,24 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="of the weights (default: the model's own)",
     )
+    _add_device_argument(parser)
+    _add_options_argument(parser, "without cudagraph_mode in it, FULL_AND_PIECEWISE is asked for")
+    _add_json_argument(parser)
+
+
+def _add_device_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="auto", help="such as cpu or cuda (default: a GPU if there is one)"
     )
+
+
+def _add_options_argument(parser: argparse.ArgumentParser, about_mode: str) -> None:
     parser.add_argument(
         "--compilation-config",
         default="{}",
         metavar="JSON",
-        help="options of the backend as a JSON object; without cudagraph_mode in it, "
-        "FULL_AND_PIECEWISE is asked for",
+        help=f"options of the backend as a JSON object; {about_mode}",
     )
-    _add_json_argument(parser)
 
 
 def _add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -162,7 +187,7 @@ def _add_json_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _options(parsed: argparse.Namespace) -> dict[str, Any]:
+def _options(parsed: argparse.Namespace, default: Mapping[str, Any]) -> dict[str, Any]:
     """The options for `torch.compile`, checked before anything slow starts."""
     given = parsed.compilation_config
     try:
@@ -175,7 +200,7 @@ def _options(parsed: argparse.Namespace) -> dict[str, Any]:
             """write it as '{"cudagraph_mode": "FULL"}'""",
         ) from None
     if isinstance(options, dict):
-        options = {**_DEFAULT_OPTIONS, **options}
+        options = {**default, **options}
     for refusal in unavailable(CompilationConfig.from_options(options)):
         raise refusal
     return dict(options)
@@ -196,7 +221,7 @@ def _device(name: str) -> torch.device:
 
 
 def _generate(parsed: argparse.Namespace, progress: _Progress) -> int:
-    options = _options(parsed)
+    options = _options(parsed, _DEFAULT_OPTIONS)
     loaded = _load(parsed, progress)
     from compile_backend.llm.comparison import compare_with_eager  # noqa: PLC0415
 
@@ -215,7 +240,7 @@ def _generate(parsed: argparse.Namespace, progress: _Progress) -> int:
 
 
 def _explain(parsed: argparse.Namespace, progress: _Progress) -> int:
-    options = _options(parsed)
+    options = _options(parsed, _DEFAULT_OPTIONS)
     loaded = _load(parsed, progress)
     from compile_backend.llm.comparison import cache_len_for  # noqa: PLC0415
     from compile_backend.llm.generate import encode_prompt  # noqa: PLC0415
@@ -238,6 +263,13 @@ def _explain(parsed: argparse.Namespace, progress: _Progress) -> int:
         out.rule(f"{name} call of {escape(loaded.name)}")
         out.print(told)
     return 0
+
+
+def _bench(parsed: argparse.Namespace, progress: _Progress) -> int:
+    options, device = _options(parsed, {}), _device(parsed.device)
+    command = shlex.join((parsed.prog, *parsed.given))
+    is_whole = bench_command.run(parsed, options, device, progress, command)
+    return 0 if is_whole else _EXIT_DIFFERENT
 
 
 def _cache(parsed: argparse.Namespace, _progress: _Progress) -> int:
@@ -297,6 +329,17 @@ class _Progress:
         with self._console.status(f"{escape(name)} ...") as status:
             yield status
         self._console.print(f"{escape(name)}: {time.perf_counter() - start:.1f} s")
+
+    @contextlib.contextmanager
+    def bar(self, name: str, total: int) -> Iterator[Callable[[], None]]:
+        """Show how far something is, and how long it will take; call the context at each step."""
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        is_shown = self._console.is_terminal
+        with Progress(
+            *columns, console=self._console, transient=True, disable=not is_shown
+        ) as progress:
+            task = progress.add_task(escape(name), total=total)
+            yield lambda: progress.advance(task)
 
     @contextlib.contextmanager
     def showing_logs(self) -> Iterator[None]:

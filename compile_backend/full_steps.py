@@ -21,7 +21,7 @@ from compile_backend.context import (
     enter_forward_context,
     get_forward_context,
 )
-from compile_backend.errors import CaptureError
+from compile_backend.errors import CaptureError, number_of
 from compile_backend.torch_internals.graphs import tree_map
 from compile_backend.wrapper import CUDAGraphWrapper
 
@@ -133,9 +133,9 @@ class FullSteps:
         self._warn_once(
             logger,
             "shapes",
-            "batches of %d tokens came with too many values of extra; further ones run without "
-            "full graphs (told once)",
-            key.num_tokens,
+            "batches of %s came with too many values of extra; further ones run without full "
+            "graphs (told once)",
+            number_of("token", key.num_tokens),
         )
         return False
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from compile_backend.errors import ConfigError
+from compile_backend.errors import ConfigError, number_of
 from compile_backend.step_inputs import Dim
 from compile_backend.torch_internals.graphs import tree_leaves
 
@@ -78,8 +78,9 @@ def check_outputs(
             raise ConfigError(
                 "output_shape",
                 tuple(str(size) for size in output_shape),
-                f"begins with {sizes} for {num_tokens} tokens of {num_reqs} requests, but the "
-                f"model returned a tensor of {list(item.shape)}",
+                f"begins with {sizes} for {number_of('token', num_tokens)} of "
+                f"{number_of('request', num_reqs)}, but the model returned a tensor of "
+                f"{list(item.shape)}",
                 "give the leading sizes of what the model returns, such as (Dim.NUM_REQS,)",
             )
 
@@ -127,7 +128,8 @@ def check_batch(
     """
     if num_reqs > max_num_seqs or num_tokens > max_num_batched_tokens:
         raise ValueError(
-            f"a batch of {num_reqs} requests and {num_tokens} tokens is above the limits "
+            f"a batch of {number_of('request', num_reqs)} and "
+            f"{number_of('token', num_tokens)} is above the limits "
             f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens}; "
             "split it, or raise them"
         )

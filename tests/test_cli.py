@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -269,6 +270,67 @@ def test_cache_is_listed_and_cleared(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "removed 2 compiled pieces" in capsys.readouterr().out
     assert main(command) == 0
     assert capsys.readouterr().out.startswith("0 compiled pieces")
+
+
+# --- bench ---
+
+_QUICK_BENCH = ["bench", "--device", "cpu", "--no-start-up", "--rounds", "1", "--steps", "1"]
+
+
+def test_bench_as_json_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.dumps({**EAGER_PIECES, "cudagraph_mode": "FULL"})
+    more = ["--variants", "ours", "--paths", "static", "--compilation-config", config, "--json"]
+    arguments = [*_QUICK_BENCH, *more, "--out", str(tmp_path / "tiny")]
+    assert main(arguments) == 0
+    shown = capsys.readouterr()
+    told = json.loads(shown.out)
+    assert list(told["static"]) == ["FULL"]
+    assert told["static"]["FULL"]["ran_at"] == "FULL"
+    assert told["about"]["command"] == shlex.join(["cudagraph-modes", *arguments])
+    assert "mean nothing for speed" in told["notes"][0]
+    assert "there is no GPU; tiny runs on the CPU" in " ".join(shown.err.split())
+    assert json.loads((tmp_path / "tiny.json").read_text()) == told
+    assert (tmp_path / "tiny.md").read_text().startswith("command: cudagraph-modes bench ")
+
+
+def test_bench_tells_a_failure_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--variants", "eager,ours", "--modes", "NONE", "--paths", "static"]
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no luck")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compile_backend.bench.static_steps.first_calls", fails)
+        assert main([*_QUICK_BENCH, *more]) == 1
+    shown = capsys.readouterr()
+    assert "static | NONE failed: RuntimeError: no luck" in shown.out
+    assert "| eager |" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (["--rounds", "0"], "--rounds=0 measures nothing; use 1 or more"),
+        (["--variants", "fast"], "--variants='fast' is unknown; use some of eager"),
+        (["--variants", "by-hand"], "--variants='by-hand' needs a GPU"),
+        (["--shape", "8B"], "--shape='8B' is too large for a CPU; use one of smollm2"),
+        (["--modes", "HALF"], "--modes='HALF' is not a mode; use one of NONE, PIECEWISE, FULL"),
+        (["--compilation-config", "{bad"], "is not JSON"),
+        (["--compilation-config", '{"cudagraph_mode": "HALF"}'], "is not a mode"),
+        (
+            ["--compilation-config", '{"cudagraph_mode": "FULL"}', "--modes", "FULL"],
+            "--modes='FULL' and cudagraph_mode were both given; leave one of them out",
+        ),
+        (["--shape", "smollm2", "--growth"], "has real weights, so its depth cannot grow"),
+    ],
+)
+def test_bench_that_cannot_be(
+    more: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*_QUICK_BENCH, *more]) == 2
+    shown = capsys.readouterr()
+    assert text in shown.err
+    assert shown.out == ""
 
 
 def test_module_is_the_command() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from compile_backend import shortcuts
 from compile_backend.attention.metadata import AttentionMetadata, HostLengths, StepAttention
-from compile_backend.errors import ConfigError
+from compile_backend.errors import ConfigError, number_of
 from compile_backend.step_inputs import Dim, InputSpec
 from compile_backend.support import AttentionCGSupport, lowest
 
@@ -256,7 +256,7 @@ class AttentionMetadataBuilder:
         longest = int(np.maximum.reduce(seq_lens, initial=0))
         if longest > self._cache.max_model_len:
             raise ValueError(
-                f"a request of {longest} tokens is longer than max_model_len="
+                f"a request of {number_of('token', longest)} is longer than max_model_len="
                 f"{self._cache.max_model_len}; end it, or raise max_model_len"
             )
         if np.logical_or.reduce(seq_lens < query_lens):
@@ -267,8 +267,9 @@ class AttentionMetadataBuilder:
         needed = -(-longest // self._cache.block_size)
         if width < needed:
             raise ValueError(
-                f"the block table has {width} columns, but a request of {longest} tokens needs "
-                f"{needed} blocks of {self._cache.block_size}; give each request all of its "
+                f"the block table has {number_of('column', width)}, but a request of "
+                f"{number_of('token', longest)} needs {number_of('block', needed)} of "
+                f"{self._cache.block_size}; give each request all of its "
                 "blocks, also those that this step writes to"
             )
 

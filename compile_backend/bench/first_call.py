@@ -1,0 +1,83 @@
+"""One process of the start-up benchmark: makes a model, runs its first step, tells what it took.
+
+python -m compile_backend.bench.first_call '{"shape": "tiny", "way": "static", ...}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+
+from compile_backend.backend import cudagraph_modes, stats
+from compile_backend.bench.paged_batches import decode
+from compile_backend.bench.paged_ways import make_runner, on_paged_cache
+from compile_backend.bench.request import OURS, PAGED, STATIC
+from compile_backend.bench.rounds import Clock
+from compile_backend.bench.shapes import SHAPES, make_model
+from compile_backend.bench.static_steps import StaticSteps, compiled_for
+
+
+def main(text: str) -> None:
+    """Run one process.
+
+    Args:
+        text: JSON: `shape`, `device`, `path`, `variant` of torch or `ours`, `mode`, `options`,
+            `attention`.
+    """
+    asked = json.loads(text)
+    with torch.no_grad():
+        start = time.perf_counter()
+        model = make_model(SHAPES[asked["shape"]], torch.device(asked["device"]))
+        model_s = time.perf_counter() - start
+        told = {STATIC: _static, PAGED: _paged}[asked["path"]](model, asked)
+    sys.stdout.write(json.dumps({"model_s": model_s, **told}) + "\n")
+
+
+def _static(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    is_ours = asked["variant"] == OURS
+    name = asked["mode"] if is_ours else asked["variant"]
+    compiled = compiled_for(model, name, asked["options"])
+    step = StaticSteps(model, SHAPES[asked["shape"]]).step(compiled)
+    first_s = Clock(model.device).seconds(step)
+    return {"first_call_s": first_s, **(_counts(compiled) if is_ours else {})}
+
+
+def _paged(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    shape, options = SHAPES[asked["shape"]], asked["options"]
+    paged = on_paged_cache(model, shape, asked["attention"])
+    compiled = torch.compile(paged.module, backend=cudagraph_modes, options=options)
+    runner = make_runner(
+        compiled,
+        paged,
+        asked["mode"],
+        options=options,
+        sizes=None if "cudagraph_capture_sizes" in options else shape.capture_sizes,
+        max_num_seqs=shape.max_num_seqs,
+        max_num_tokens=shape.max_num_tokens,
+    )
+
+    def first() -> None:
+        runner.capture(progress=False)
+        runner.run(decode(shape, 1).batch)
+
+    first_s = Clock(model.device).seconds(first)
+    capture_s = sum(runner.report().capture_s.values())
+    return {"first_call_s": first_s, **_counts(compiled), "capture_s": capture_s}
+
+
+def _counts(compiled: Any) -> dict[str, Any]:
+    report = stats(compiled)
+    return {
+        "compiles": report.compiles,
+        "compile_s": report.compile_s,
+        "loads": report.loads,
+        "load_s": report.load_s,
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
