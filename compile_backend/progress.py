@@ -42,10 +42,11 @@ class CaptureProgress:
         num_tokens, mode_value = order
         mode = CUDAGraphMode(mode_value)
         self._tell("capturing", mode, num_tokens)
-        self._meter.measure(mode, capture)
+        self._meter.measure((mode, num_tokens), capture)
 
     def _tell(self, what: str, mode: CUDAGraphMode, num_tokens: int) -> None:
-        memory = f"{sum(self._meter.num_bytes.values()) / 2**20:.0f} MiB"
+        num_bytes = sum(cost.num_bytes for cost in self._meter.by_size.values())
+        memory = f"{num_bytes / 2**20:.0f} MiB"
         self._progress.update(
             self._task,
             advance=1,

@@ -19,12 +19,12 @@ from compile_backend import shortcuts
 from compile_backend.backend import cudagraph_modes
 from compile_backend.batch import BatchDescriptor
 from compile_backend.batch_loader import BatchLoader
-from compile_backend.capture_session import CaptureKeys
+from compile_backend.capture_estimate import SAMPLE, extrapolate
+from compile_backend.capture_keys import capture_keys
 from compile_backend.config import CompilationConfig, CUDAGraphMode
 from compile_backend.context import (
     ForwardContext,
     SetBy,
-    enter_capture_session,
     enter_forward_context,
 )
 from compile_backend.dispatch import CudagraphDispatcher
@@ -33,7 +33,6 @@ from compile_backend.full_steps import FullSteps
 from compile_backend.once import WarnOnce
 from compile_backend.output_cut import OutputCut
 from compile_backend.piecewise_steps import PiecewiseSteps
-from compile_backend.progress import capture_progress
 from compile_backend.runner_checks import (
     check_batch,
     check_device,
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from compile_backend.capture_estimate import CaptureEstimate
     from compile_backend.resolve import Resolution
     from compile_backend.runner_batch import Batch, MetadataBuilder
 
@@ -177,28 +177,33 @@ class GraphModelRunner:
                 `strict`, the mode cannot be had.
         """
         self._captured = None
-        self._meter = CaptureMeter(self._loader.inputs.device)
         if not shortcuts.are_built():
             self._warn_once(logger, "shortcuts", "%s", shortcuts.NOT_BUILT)
-        with torch.inference_mode(False), torch.no_grad():
-            self._compile()
-            captured = self._settle()
-            self._dispatcher.initialize_cudagraph_keys(captured.resolution.mode)
-            session = CaptureKeys()
-            plan = self._dispatcher.capture_plan()
-            number = sum(len(keys) for _, keys in plan)
-            self._graphs_before = graphs_by_mode(self._all_stats())
-            with capture_progress(number, self._meter, is_shown=progress) as advance:
-                with enter_capture_session(session), self._engine.session():
-                    for mode, keys in plan:
-                        for key in keys:
-                            advance.warm_up(mode, key)
-                            for _ in range(self.config.cudagraph_num_of_warmups):
-                                self._warm_up(captured, mode, key)
-                with enter_capture_session(None):
-                    session.run(advance.capture)
+        captured = self._prepare()
+        self._capture_keys(captured, self._dispatcher.capture_plan(), progress=progress)
         self._weights.note()
         self._captured = captured
+
+    def estimate(self) -> CaptureEstimate:
+        """What `capture()` would take: seconds, graphs and bytes, by mode.
+
+        The model is compiled, and the two largest keys of each mode are captured and dropped.
+
+        Raises:
+            CaptureError: everything is captured already.
+            ConfigError: as for `capture`.
+        """
+        if self._captured is not None:
+            raise CaptureError("all graphs are captured; report() tells what they took")
+        captured = self._prepare()
+        plan = self._dispatcher.capture_plan()
+        sample = [(mode, keys[:SAMPLE]) for mode, keys in plan]
+        warm_up_s = self._capture_keys(captured, sample, progress=False)
+        num_graphs = graphs_by_mode(self._all_stats(), self._graphs_before)
+        if self._compiled is not None:
+            cudagraph_modes.drop_graphs(self.model)
+        input_bytes = self._loader.inputs.num_bytes
+        return extrapolate(plan, self._meter.by_size, num_graphs, warm_up_s, input_bytes)
 
     def recapture(self, *, progress: bool = True) -> None:
         """Drop every graph and capture anew, as after new weights or another layout of memory."""
@@ -273,7 +278,7 @@ class GraphModelRunner:
     def report(self) -> RunnerReport:
         """What was captured, what it took, and what ran; `print` it."""
         captured = self._captured
-        all_stats = self._all_stats()
+        all_stats, by_mode = self._all_stats(), self._meter.by_mode()
         return RunnerReport(
             mode_asked=self._asked.name,
             mode_resolved="" if captured is None else captured.resolution.mode.name,
@@ -281,8 +286,9 @@ class GraphModelRunner:
             if captured is None
             else tuple(str(step) for step in captured.resolution.downgrades),
             by_key=steps_with_graphs(self._stats, all_stats[1:]),
-            capture_s=self._meter.seconds,
-            num_bytes=self._meter.num_bytes,
+            capture_s={mode: cost.seconds for mode, cost in by_mode.items()},
+            num_bytes={mode: cost.num_bytes for mode, cost in by_mode.items()},
+            by_size=dict(self._meter.by_size),
             num_graphs=graphs_by_mode(all_stats, self._graphs_before),
             input_bytes=self._loader.inputs.num_bytes,
         )
@@ -292,6 +298,26 @@ class GraphModelRunner:
         return [self._stats, *(self._compiled.stats() if self._compiled is not None else ())]
 
     # --- before capture ---
+
+    def _prepare(self) -> _Captured:
+        """Compile, and settle which keys there are."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._compile()
+            captured = self._settle()
+            self._dispatcher.initialize_cudagraph_keys(captured.resolution.mode)
+        return captured
+
+    def _capture_keys(
+        self,
+        captured: _Captured,
+        plan: Sequence[tuple[CUDAGraphMode, Sequence[BatchDescriptor]]],
+        *,
+        progress: bool,
+    ) -> float:
+        self._meter = CaptureMeter(self._loader.inputs.device)
+        self._graphs_before = graphs_by_mode(self._all_stats())
+        warm_up = functools.partial(self._warm_up, captured)
+        return capture_keys(plan, warm_up, self._engine, self._meter, progress=progress)
 
     def _compile(self) -> None:
         """Run the largest batch eagerly: it compiles the model for sizes that change.
@@ -337,12 +363,13 @@ class GraphModelRunner:
         return _Captured(resolution, full, piecewise)
 
     def _warm_up(self, captured: _Captured, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
-        if mode is _FULL:
-            captured.full.warm_up(key)
-            return
-        num_reqs = min(key.num_tokens, self._max_num_seqs)
-        batch = self._loader.capture_batch(key.num_tokens, num_reqs)
-        self._run_model(mode, key, batch, batch.query_lens, int(batch.query_lens.sum()))
+        for _ in range(self.config.cudagraph_num_of_warmups):
+            if mode is _FULL:
+                captured.full.warm_up(key)
+                continue
+            num_reqs = min(key.num_tokens, self._max_num_seqs)
+            batch = self._loader.capture_batch(key.num_tokens, num_reqs)
+            self._run_model(mode, key, batch, batch.query_lens, int(batch.query_lens.sum()))
 
     # --- a step ---
 

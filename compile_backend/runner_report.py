@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from compile_backend.config import CUDAGraphMode
-from compile_backend.reports import as_text, facts, stack, stats_keys
+from compile_backend.reports import as_text, columns, facts, stack, stats_keys
 from compile_backend.stats import KeyStats
 
 if TYPE_CHECKING:
@@ -18,24 +18,53 @@ if TYPE_CHECKING:
     from compile_backend.stats import GraphStats, Row
 
 
+Size = tuple[CUDAGraphMode, int]
+"""A mode, and a padded number of tokens."""
+
+
+class Cost(NamedTuple):
+    """What captures took.
+
+    Attributes:
+        seconds: of the host.
+        num_bytes: of device memory; graphs captured before gave the rest.
+    """
+
+    seconds: float
+    num_bytes: int
+
+    def plus(self, other: Cost) -> Cost:
+        """Both together."""
+        return Cost(self.seconds + other.seconds, self.num_bytes + other.num_bytes)
+
+
 class CaptureMeter:
-    """Seconds and device memory that captures took, by mode.
+    """Seconds and device memory that captures took.
 
     Args:
         device: whose memory is measured; none is on a CPU.
+
+    Attributes:
+        by_size: for each mode and size, in the order of capture.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.seconds: dict[CUDAGraphMode, float] = {}
-        self.num_bytes: dict[CUDAGraphMode, int] = {}
+        self.by_size: dict[Size, Cost] = {}
 
-    def measure(self, mode: CUDAGraphMode, capture: Callable[[], None]) -> None:
-        """Run a capture of a mode."""
+    def by_mode(self) -> dict[CUDAGraphMode, Cost]:
+        """All sizes of each mode together."""
+        costs: dict[CUDAGraphMode, Cost] = {}
+        for (mode, _), cost in self.by_size.items():
+            costs[mode] = cost.plus(costs.get(mode, Cost(0.0, 0)))
+        return costs
+
+    def measure(self, size: Size, capture: Callable[[], None]) -> None:
+        """Run a capture."""
         start, before = time.perf_counter(), self._reserved()
         capture()
-        self.seconds[mode] = self.seconds.get(mode, 0.0) + time.perf_counter() - start
-        self.num_bytes[mode] = self.num_bytes.get(mode, 0) + self._reserved() - before
+        cost = Cost(time.perf_counter() - start, self._reserved() - before)
+        self.by_size[size] = cost.plus(self.by_size.get(size, Cost(0.0, 0)))
 
     def _reserved(self) -> int:
         return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
@@ -53,6 +82,7 @@ class RunnerReport:
             replays of graphs, of which a step at PIECEWISE has one for each piece.
         capture_s: seconds of capturing, by mode.
         num_bytes: device memory that graphs took, by mode.
+        by_size: both, for each mode and padded number of tokens.
         num_graphs: graphs captured since the last `capture()` began, by mode.
         input_bytes: device memory of the steps' inputs.
     """
@@ -63,6 +93,7 @@ class RunnerReport:
     by_key: dict[Row, KeyStats]
     capture_s: dict[CUDAGraphMode, float]
     num_bytes: dict[CUDAGraphMode, int]
+    by_size: dict[Size, Cost]
     num_graphs: dict[CUDAGraphMode, int]
     input_bytes: int
 
@@ -83,7 +114,18 @@ class RunnerReport:
             "captured": graphs,
             "inputs of a step": f"{self.input_bytes / 2**20:.1f} MiB",
         }
-        return as_text(stack((facts("Runner", about), stats_keys(self.by_key))))
+        parts = [facts("Runner", about), stats_keys(self.by_key)]
+        if any(cost.num_bytes for cost in self.by_size.values()):
+            parts.append(_sizes(self.by_size))
+        return as_text(stack(parts))
+
+
+def _sizes(by_size: Mapping[Size, Cost]) -> Any:
+    rows = [
+        (mode.name, num_tokens, f"{cost.seconds * 1e3:.0f}", f"{cost.num_bytes / 2**20:.1f}")
+        for (mode, num_tokens), cost in by_size.items()
+    ]
+    return columns("Captures, the largest first", ("mode", "tokens", "ms", "MiB"), rows)
 
 
 def graphs_by_mode(

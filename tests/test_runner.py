@@ -36,6 +36,7 @@ def make_loop(
     limit: int = 64,
     seed: int = 0,
     device: str = "cpu",
+    is_captured: bool = True,
     **options: Any,
 ) -> Loop:
     model = PagedToy(seed=seed).to(device)
@@ -51,7 +52,8 @@ def make_loop(
         metadata_builder=make_builder(model, num_blocks, backend),
         device=device,
     )
-    runner.capture(progress=False)
+    if is_captured:
+        runner.capture(progress=False)
     return Loop(model, runner, num_blocks)
 
 
