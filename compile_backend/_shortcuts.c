@@ -166,8 +166,12 @@ static int put(PyObject *held_object, long axis, PyObject *value_object, npy_int
         return 0;
     }
     int from_size = (int)PyArray_ITEMSIZE(value);
-    copy_row(PyArray_BYTES(value), from_size, from_size, PyArray_BYTES(held), itemsize, num_own,
-             INT64_MIN, INT64_MAX);
+    int64_t low = itemsize == 4 ? INT32_MIN : INT64_MIN;
+    int64_t end = itemsize == 4 ? (int64_t)INT32_MAX + 1 : INT64_MAX;
+    if (!copy_row(PyArray_BYTES(value), from_size, from_size, PyArray_BYTES(held), itemsize,
+                  num_own, low, end)) {
+        return 0; /* also for the largest int64, which an exclusive end leaves out */
+    }
     fill_row(PyArray_BYTES(held) + num_own * itemsize, itemsize, num_all - num_own, pad);
     return 1;
 }

@@ -21,11 +21,12 @@ from compile_backend.plan import GraphPlan, plan_graph
 from compile_backend.reference_engine import ReferenceEngine
 from compile_backend.stats import Report, added_rows
 from compile_backend.support import lowest
-from compile_backend.torch_internals.cuda import ends_at_a_graph_break
 from compile_backend.torch_internals.dynamo import (
     backend_of,
     calling_compile,
     compile_behind,
+    ends_at_a_graph_break,
+    leaves_something_behind,
     reaching_the_user,
 )
 
@@ -138,7 +139,7 @@ class CudagraphModesBackend:
             config,
             self._engine(plan.device, config),
             compiled.warn_once,
-            is_whole=not ends_at_a_graph_break(graph_module),
+            is_whole=not (ends_at_a_graph_break(graph_module) or leaves_something_behind()),
         )
         compiled.graphs.append(built)
         logger.info(

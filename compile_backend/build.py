@@ -51,7 +51,8 @@ class BuiltGraph:
         plan: how it was to run.
         graph: what Dynamo calls.
         counts: which pieces were compiled, and which read from disk.
-        is_whole: whether the graph goes on to the end of the function, with no graph break.
+        is_whole: whether the graph is all that the function does: it ends at no graph break, and
+            no Python around it leaves anything behind.
     """
 
     plan: GraphPlan
@@ -77,7 +78,7 @@ def build_graph(
         warn_once: shared by all graphs of one `torch.compile` call.
         is_whole: see `BuiltGraph`.
     """
-    compiler = _piece_compiler(config, warn_once)
+    compiler = _piece_compiler(plan, config, warn_once)
     pieces = {piece.name: compiler.compile(piece) for piece in plan.split.pieces}
     stats = GraphStats()
     growth = _growth(plan)
@@ -107,13 +108,21 @@ def build_graph(
     return BuiltGraph(plan, graph, compiler.counts, is_whole)
 
 
-def _piece_compiler(config: CompilationConfig, warn_once: WarnOnce) -> PieceCompiler:
+def _piece_compiler(
+    plan: GraphPlan, config: CompilationConfig, warn_once: WarnOnce
+) -> PieceCompiler:
     settings = dict(config.inductor_compile_config)
     if config.disable_cache:
         settings["force_disable_caches"] = True
     max_bytes = 0 if config.disable_cache else cache_size_bytes()
     cache = ArtefactCache(cache_directory(config.cache_dir), max_bytes, warn_once)
-    return PieceCompiler(config.piece_compiler, settings, cache if max_bytes else None)
+    return PieceCompiler(
+        config.piece_compiler,
+        settings,
+        cache if max_bytes else None,
+        plan.specialisations,
+        config.compile_sizes_config,
+    )
 
 
 @dataclass(frozen=True, slots=True)

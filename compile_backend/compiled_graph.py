@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,6 @@ from compile_backend.context import (
 from compile_backend.errors import CaptureError, number_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from compile_backend.dispatch import CudagraphDispatcher
     from compile_backend.graph_engine import GraphEngine
     from compile_backend.inputs import InputBuffers
@@ -57,6 +56,9 @@ MAX_MOVES_IN_A_ROW = 8
 
 # Steps of a key after which nobody tries to make a replay plan any more: warm-ups come first.
 MAX_PLAN_ATTEMPTS = 16
+
+
+Recorder = Callable[[BatchDescriptor, "ReplayPlan", Sequence[Any], Sequence[Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class CompiledGraph:
 
     Attributes:
         stats: counts.
-        recorder: told of every step that ran by a replay plan: its key, arguments and outputs.
+        recorder: told of every step of a key with a replay plan: key, plan, arguments, outputs.
     """
 
     def __init__(
@@ -163,9 +165,7 @@ class CompiledGraph:
         self._plans: dict[BatchDescriptor, ReplayPlan] = {}
         self._plan_attempts: Counter[BatchDescriptor] = Counter()
         self.stats = stats
-        self.recorder: Callable[[BatchDescriptor, Sequence[Any], Sequence[Any]], None] | None = (
-            None
-        )
+        self.recorder: Recorder | None = None
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the graph on the inputs that Dynamo passes."""
@@ -306,23 +306,25 @@ class CompiledGraph:
             stats.steps += 1
             returned = self._outputs.give((mode, key), outputs, static_args, args)
         if self.recorder is not None and mode is _PIECEWISE and key in self._plans:
-            self.recorder(key, args, returned)
+            self.recorder(key, self._plans[key], args, returned)
         return returned
 
-    def repeat(self, key: BatchDescriptor, args: Sequence[Any], metadata: Any) -> Any | None:
+    def repeat(
+        self, key: BatchDescriptor, plan: ReplayPlan, args: Sequence[Any], metadata: Any
+    ) -> Any | None:
         """A step at PIECEWISE on the very arguments of an earlier one, past Dynamo.
 
         Args:
             key: that the recorder was told.
+            plan: likewise.
             args: likewise; whoever calls knows that all are where they were.
             metadata: of attention in this step.
 
         Returns:
-            The outputs; None without a replay plan.
+            The outputs; None if the key has another plan by now, or none.
         """
         with self._one_at_a_time:
-            plan = self._plans.get(key)
-            if plan is None:
+            if self._plans.get(key) is not plan:
                 return None
             outputs = self._run_plan(plan, key, args, ForwardContext(metadata))
             stats = self.stats.at(_PIECEWISE, key)

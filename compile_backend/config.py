@@ -175,6 +175,22 @@ def _capture_sizes(option: str, value: Any) -> tuple[int, ...]:
     return sizes
 
 
+ALL_CAPTURE_SIZES = "cudagraph_capture_sizes"
+"""What stands in `compile_sizes` for every capture size."""
+
+
+def _compile_sizes(option: str, value: Any) -> tuple[int | str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        fix = f"use (1, 8), or ({ALL_CAPTURE_SIZES!r},)"
+        raise ConfigError(option, value, "must be a list of sizes", fix)
+    names = [size for size in value if isinstance(size, str)]
+    if any(name != ALL_CAPTURE_SIZES for name in names):
+        fix = f"the one name that it may hold is {ALL_CAPTURE_SIZES!r}"
+        raise ConfigError(option, value, "holds a name of no sizes", fix)
+    sizes = _sizes(option, [size for size in value if not isinstance(size, str)])
+    return (*sizes, ALL_CAPTURE_SIZES) if names else sizes
+
+
 def _op_names(option: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         raise ConfigError(option, value, "must be a list of names", f"use ({value!r},)")
@@ -286,7 +302,8 @@ _CHECKS: Mapping[str, _Check] = {
     "describe_batch": _optional(_function_of_one),
     "piece_compiler": _one_of("inductor", "eager"),
     "inductor_compile_config": _mapping,
-    "compile_sizes": _sizes,
+    "compile_sizes": _compile_sizes,
+    "compile_sizes_config": _mapping,
     "compile_ranges_endpoints": _sizes,
     "pass_config": _pass_config,
     "inductor_passes": _mapping,
@@ -323,7 +340,8 @@ class CompilationConfig:
     describe_batch: Callable[..., Any] | None = None
     piece_compiler: str = "inductor"
     inductor_compile_config: Mapping[str, Any] = field(default_factory=dict)
-    compile_sizes: tuple[int, ...] = ()
+    compile_sizes: tuple[int | str, ...] = ()
+    compile_sizes_config: Mapping[str, Any] = field(default_factory=dict)
     compile_ranges_endpoints: tuple[int, ...] = ()
     use_inductor_graph_partition: bool = False
     pass_config: PassConfig = field(default_factory=PassConfig)
@@ -337,6 +355,13 @@ class CompilationConfig:
         for option in fields(self):
             check: _Check = _CHECKS.get(option.name, _flag)
             object.__setattr__(self, option.name, check(option.name, getattr(self, option.name)))
+        if self.compile_sizes_config and not self.compile_sizes:
+            raise ConfigError(
+                "compile_sizes_config",
+                dict(self.compile_sizes_config),
+                "is for sizes that are compiled by themselves, and compile_sizes names none",
+                "name them in compile_sizes, or use inductor_compile_config",
+            )
         sizes, maximum = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
         if sizes is None:
             return
@@ -392,8 +417,6 @@ _UNAVAILABLE = (
     _Unavailable("use_inductor_graph_partition", bool, "leave it out: splitting_ops splits"),
     _Unavailable("pass_config", lambda passes: passes != PassConfig(), "leave it out"),
     _Unavailable("inductor_passes", bool, "leave it out"),
-    _Unavailable("compile_sizes", bool, "leave it out: pieces take every size"),
-    _Unavailable("compile_ranges_endpoints", bool, "leave it out: pieces take every size"),
 )
 
 

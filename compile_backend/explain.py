@@ -20,6 +20,7 @@ from compile_backend.explanation import Cut, DistinctPiece, Explanation, GraphEx
 from compile_backend.inputs import InputClass
 from compile_backend.piece_key import structural_key
 from compile_backend.plan import plan_graph
+from compile_backend.specialise import TokenDimension
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -159,13 +160,19 @@ def _explained(plan: GraphPlan, parameter_names: Sequence[str]) -> GraphExplanat
 
 def _distinct_pieces(plan: GraphPlan) -> tuple[DistinctPiece, ...]:
     equal = _grouped((structural_key(piece.module), piece) for piece in plan.split.pieces)
-    return tuple(
-        DistinctPiece(
-            names=tuple(piece.name for piece in pieces),
-            num_ops=sum(node.op.startswith("call_") for node in pieces[0].module.graph.nodes),
-            uncapturable=plan.uncapturable.get(pieces[0].name),
-        )
-        for pieces in equal.values()
+    return tuple(_distinct_piece(plan, pieces) for pieces in equal.values())
+
+
+def _distinct_piece(plan: GraphPlan, equal: Sequence[Section]) -> DistinctPiece:
+    first = equal[0]
+    dimension = plan.specialisations.dimension_in(first.module)
+    is_specialised = isinstance(dimension, TokenDimension)
+    return DistinctPiece(
+        names=tuple(piece.name for piece in equal),
+        num_ops=sum(node.op.startswith("call_") for node in first.module.graph.nodes),
+        uncapturable=plan.uncapturable.get(first.name),
+        compiled_for=plan.specialisations.ranges if is_specialised else (),
+        unspecialised=dimension if isinstance(dimension, str) else None,
     )
 
 

@@ -19,22 +19,28 @@ if TYPE_CHECKING:
 
     from compile_backend.config import CUDAGraphMode
     from compile_backend.resolve import Downgrade
+    from compile_backend.sizes import TokenRange
     from compile_backend.support import AttentionCGSupport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistinctPiece:
-    """Equal pieces of one graph, which are compiled once.
+    """Equal pieces of one graph, which are compiled together.
 
     Attributes:
         names: of the pieces, in the order they run.
         num_ops: calls of ops in each.
         uncapturable: why no graph can hold them; None where one can.
+        compiled_for: the numbers of tokens that they are compiled for by themselves, besides for
+            all.
+        unspecialised: why not, where they could be; None otherwise.
     """
 
     names: tuple[str, ...]
     num_ops: int
     uncapturable: str | None
+    compiled_for: tuple[TokenRange, ...] = ()
+    unspecialised: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +116,8 @@ class GraphExplanation:
 
     @property
     def num_compiles(self) -> int:
-        """Pieces that a compiler is run on."""
-        return len(self.pieces)
+        """Times that a compiler is run: on each distinct piece, and again for each range."""
+        return sum(1 + len(piece.compiled_for) for piece in self.pieces)
 
     @property
     def num_eager_sections(self) -> int:
@@ -136,7 +142,7 @@ class Explanation:
 
     @property
     def num_compiles(self) -> int:
-        """Distinct pieces of all graphs."""
+        """Times that a compiler is run, over all graphs."""
         return sum(graph.num_compiles for graph in self.graphs)
 
     @property
@@ -180,7 +186,8 @@ def _tables(graph: GraphExplanation, number: int) -> list[RenderableType]:
         "mode resolved": graph.mode_resolved.name,
         "reasons": (*map(str, graph.downgrades), *graph.notes),
         "device": graph.device,
-        "pieces": f"{graph.num_pieces}, {graph.num_compiles} of them distinct",
+        "pieces": f"{graph.num_pieces}, {len(graph.pieces)} of them distinct",
+        "compiles": graph.num_compiles,
         "eager sections": graph.num_eager_sections,
         "inputs": [f"{kind}: {count}" for kind, count in graph.inputs.items()],
         "caller's tensors": graph.caller_inputs,
@@ -191,11 +198,15 @@ def _tables(graph: GraphExplanation, number: int) -> list[RenderableType]:
     }
     pieces = columns(
         "Pieces",
-        ("first", "equal ones", "ops", "can be captured"),
+        ("first", "equal ones", "ops", "can be captured", "compiled for tokens"),
         (
-            (piece.names[0], len(piece.names), piece.num_ops, f"no: {piece.uncapturable}")
-            if piece.uncapturable
-            else (piece.names[0], len(piece.names), piece.num_ops, "yes")
+            (
+                piece.names[0],
+                len(piece.names),
+                piece.num_ops,
+                f"no: {piece.uncapturable}" if piece.uncapturable else "yes",
+                _compiled_for(piece),
+            )
             for piece in graph.pieces
         ),
     )
@@ -213,6 +224,12 @@ def _tables(graph: GraphExplanation, number: int) -> list[RenderableType]:
     )
     tables: list[RenderableType] = [facts(f"Graph {number}", summary), pieces]
     return [*tables, cuts] if graph.cuts else tables
+
+
+def _compiled_for(piece: DistinctPiece) -> str:
+    if piece.unspecialised is not None:
+        return f"any; it {piece.unspecialised}"
+    return ", ".join(("any", *map(str, piece.compiled_for)))
 
 
 def _sizes_text(keys: KeySizes) -> str:

@@ -1,7 +1,7 @@
 """Steps that are one graph: captured for their key, and replayed without the model's Python.
 
-A step writes its inputs to the host's block, looks whether weights are where they were, and
-replays; the graph itself begins with the copy to the device. Nobody here chooses the key.
+A step writes its inputs to the host's block and replays; the graph itself begins with the copy to
+the device. Nobody here chooses the key, or looks after the weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from compile_backend.runner_batch import Batch
     from compile_backend.stats import GraphStats, KeyStats
     from compile_backend.step_inputs import Layout
-    from compile_backend.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,6 @@ class FullSteps:
         engine: captures and replays.
         config: warm-ups, `strict` and `debug`.
         stats: where to count.
-        weights: that the graphs read.
         cut: what callers get of the outputs.
         warn_once: of the runner.
     """
@@ -91,7 +89,6 @@ class FullSteps:
         engine: GraphEngine,
         config: CompilationConfig,
         stats: GraphStats,
-        weights: Weights,
         cut: OutputCut,
         warn_once: WarnOnce,
     ) -> None:
@@ -99,7 +96,6 @@ class FullSteps:
         self._loader = loader
         self._engine = engine
         self._strict = config.strict
-        self._weights = weights
         self._cut = cut
         self._warn_once = warn_once
         self._stats = stats
@@ -166,8 +162,6 @@ class FullSteps:
         builder = self._loader.builder
         if builder is not None and builder.plans_every_step:
             builder.build_for_graph(step.layout.tensors, key, batch.attention, query_lens)
-        if self._weights.have_moved():
-            self._drop()
         stats, num_reqs = step.stats, len(query_lens)
         if step.graph is None:
             outputs = self._cut(self._run_wrapped(key, step), num_tokens, num_reqs)
@@ -228,18 +222,19 @@ class FullSteps:
                 logger.warning("%s; it runs at a lower mode from now on", error)
         step.graph = self._wrapper.graph_to_replay(key)
 
-    def _drop(self) -> None:
-        self._warn_once(
-            logger,
-            "moved",
-            "a weight is at another address than when the graphs were captured (told once); each "
-            "is captured again at its next step. Call recapture() to do so at once",
-        )
+    def drop(self) -> None:
+        """Drop every graph, since a weight is elsewhere; its next step captures it again."""
+        if self._steps:
+            self._warn_once(
+                logger,
+                "moved",
+                "a weight is at another address than when the graphs were captured (told once); "
+                "each is captured again at its next step. Call recapture() to do so at once",
+            )
         for key, step in self._steps.items():
             self._wrapper.drop(key)
             step.graph = None
             step.cuts.clear()
-        self._weights.note()
 
 
 def _new_tensor(item: Any) -> Any:

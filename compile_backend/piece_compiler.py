@@ -1,8 +1,9 @@
-"""Compile each distinct piece once, with Inductor or not at all.
+"""Compile each distinct piece once, and once for each range of sizes, with Inductor or not at all.
 
 Equal layers of a model give equal pieces. They are found by a structural key, before anything is
-traced, and share one artefact. What another process compiled is read from disk. This module knows
-nothing of modes and graphs.
+traced, and share their artefacts. What another process compiled is read from disk. All of it is
+done before the first call, so that no capture ever compiles. This module knows nothing of modes
+and graphs.
 """
 
 from __future__ import annotations
@@ -23,14 +24,22 @@ import torch.fx
 from compile_backend.cache import NotStorableError
 from compile_backend.mutation import mutated_inputs
 from compile_backend.piece_key import stored_key, structural_key
+from compile_backend.specialise import Specialisations, TokenDimension, choosing
 from compile_backend.torch_internals.compile_settings import compile_settings
 from compile_backend.torch_internals.graphs import fake_mode_of
 from compile_backend.torch_internals.inductor import compile_with_inductor, load_with_inductor
+from compile_backend.torch_internals.narrowing import (
+    CannotOccurError,
+    NarrowedInputs,
+    narrowed_inputs,
+    with_inputs,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
     from compile_backend.cache import ArtefactCache
+    from compile_backend.sizes import TokenRange
     from compile_backend.split import Section
     from compile_backend.torch_internals.inductor import InductorArtefact
 
@@ -52,7 +61,7 @@ class CompiledPiece:
 
 @dataclass(slots=True)
 class CompileCounts:
-    """What became of the distinct pieces of one graph.
+    """What became of the distinct pieces of one graph, each counted once for each range of sizes.
 
     Attributes:
         compiles: pieces that a compiler was run on.
@@ -70,30 +79,38 @@ class CompileCounts:
 
 
 class PieceCompiler:
-    """Compiles pieces, each distinct one once.
+    """Compiles pieces, each distinct one once for all sizes and once for each range.
 
     Args:
         kind: `"inductor"`, or `"eager"` to run pieces as they are.
         inductor_config: Inductor settings for these pieces only.
         cache: where artefacts are kept for other processes; None for nowhere.
+        specialisations: the ranges.
+        sizes_config: Inductor settings for listed sizes, on top of the others.
     """
 
     def __init__(
-        self, kind: str, inductor_config: Mapping[str, Any], cache: ArtefactCache | None = None
+        self,
+        kind: str,
+        inductor_config: Mapping[str, Any],
+        cache: ArtefactCache | None = None,
+        specialisations: Specialisations | None = None,
+        sizes_config: Mapping[str, Any] | None = None,
     ) -> None:
         self._kind = kind
-        self._inductor_config = inductor_config
         self._cache = cache
-        self._artefacts: dict[Hashable, CompiledPiece] = {}
-        self._settings: tuple[str, ...] | None = None
+        self._specialisations = specialisations or Specialisations()
+        self._configs = {False: inductor_config, True: {**inductor_config, **(sizes_config or {})}}
+        self._settings: dict[bool, tuple[str, ...]] = {}
+        self._pieces: dict[Hashable, CompiledPiece] = {}
         self.counts = CompileCounts()
 
     def compile(self, section: Section) -> CompiledPiece:
         """The compiled form of `section`, shared with every piece that is equal to it."""
         key = structural_key(section.module)
-        found = self._artefacts.get(key)
+        found = self._pieces.get(key)
         if found is None:
-            found = self._artefacts[key] = self._compile(section)
+            found = self._pieces[key] = self._compile(section)
         return found
 
     def _compile(self, section: Section) -> CompiledPiece:
@@ -104,7 +121,57 @@ class PieceCompiler:
             self.counts.compiles += 1
             self.counts.compile_s += time.perf_counter() - start
             return piece
-        source = _Source(section, self._inductor_config)
+        is_listed = self._specialisations.is_listed_size
+        # First, so that what it assumes of Dynamo's sizes is known to all others.
+        general = self._artefact(
+            _Source(section=section, inductor_config=self._configs[is_listed], is_listed=is_listed)
+        )
+        call = general.call
+        dimension = self._specialisations.dimension_in(module)
+        if isinstance(dimension, str):
+            logger.warning("%s is compiled for all sizes at once: it %s", section.name, dimension)
+        elif dimension is not None:
+            call = choosing(dimension, call, list(self._special(section, dimension)))
+        return CompiledPiece(call, general.mutated_inputs)
+
+    def _special(
+        self, section: Section, dimension: TokenDimension
+    ) -> Iterator[tuple[int, int, Callable[[list[Any]], Sequence[Any]]]]:
+        """The piece's code for each range: the values of its symbol, and what to call."""
+        for tokens in self._specialisations.ranges:
+            try:
+                inputs = narrowed_inputs(
+                    _inputs_of(section),
+                    fake_mode_of(section.module),
+                    dimension.symbol,
+                    *dimension.values(tokens),
+                )
+            except CannotOccurError:
+                logger.debug("%s is never run for %s tokens", section.name, tokens)
+                continue
+            source = _Source(
+                section=section,
+                inductor_config=self._configs[tokens.is_listed],
+                is_listed=tokens.is_listed,
+                tokens=tokens,
+                inputs=inputs,
+                sizes=f"{dimension}: {inputs.first} to {inputs.last}",
+            )
+            artefact = self._artefact(source)
+            assumed = inputs.assumed()
+            if assumed:
+                logger.warning(
+                    "%s runs as compiled for all sizes at %s tokens: its code for these would "
+                    "hold only where %s",
+                    section.name,
+                    tokens,
+                    " and ".join(assumed),
+                )
+                continue
+            yield inputs.first, inputs.last, artefact.call
+
+    def _artefact(self, source: _Source) -> InductorArtefact:
+        start = time.perf_counter()
         artefact, is_loaded = self._loaded_or_compiled(source)
         took = time.perf_counter() - start
         if is_loaded:
@@ -113,21 +180,22 @@ class PieceCompiler:
         else:
             self.counts.compiles += 1
             self.counts.compile_s += took
-        logger.debug("%s %s in %.2f s", "loaded" if is_loaded else "compiled", section.name, took)
+        logger.debug("%s %s in %.2f s", "loaded" if is_loaded else "compiled", source.name, took)
         if not artefact.is_direct:
-            logger.debug("%s keeps AOTAutograd's wrappers", section.name)
-        return CompiledPiece(artefact.call, artefact.mutated_inputs)
+            logger.debug("%s keeps AOTAutograd's wrappers", source.name)
+        return artefact
 
     def _loaded_or_compiled(self, source: _Source) -> tuple[InductorArtefact, bool]:
         cache = self._cache
         if cache is None:
             return source.compile(), False
         try:
-            if self._settings is None:
-                self._settings = compile_settings(self._inductor_config)
-            key = stored_key(source.section.module, (*_own_sources(), *self._settings))
+            if source.is_listed not in self._settings:
+                self._settings[source.is_listed] = compile_settings(source.inductor_config)
+            settings = (*_own_sources(), *self._settings[source.is_listed], source.sizes)
+            key = stored_key(source.section.module, settings)
         except NotStorableError as reason:
-            self._tell_unstorable(source.section, reason)
+            self._tell_unstorable(source, reason)
             return source.compile(), False
         found = _load(cache, key, source)
         if found is not None:
@@ -140,28 +208,41 @@ class PieceCompiler:
             try:
                 packed, assumptions = compiled.pack()
             except NotStorableError as reason:
-                self._tell_unstorable(source.section, reason)
+                self._tell_unstorable(source, reason)
             else:
                 variant = hashlib.sha256(assumptions.encode()).hexdigest()[:16]
                 cache.keep(key, variant, packed, source.label)
         return compiled, False
 
-    def _tell_unstorable(self, section: Section, reason: NotStorableError) -> None:
+    def _tell_unstorable(self, source: _Source, reason: NotStorableError) -> None:
         self.counts.unstorable += 1
-        logger.info("%s is compiled in every process: it %s", section.name, reason)
+        logger.info("%s is compiled in every process: it %s", source.name, reason)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
     """A piece before it is compiled.
 
     Attributes:
         section: the piece.
         inductor_config: Inductor settings for it.
+        is_listed: whether it is for one size that is compiled by itself.
+        tokens: the numbers of tokens that it is compiled for; None for all.
+        inputs: its inputs for these; None for those that it has.
+        sizes: which size is narrowed and to what, as text that tells ranges apart.
     """
 
     section: Section
     inductor_config: Mapping[str, Any]
+    is_listed: bool
+    tokens: TokenRange | None = None
+    inputs: NarrowedInputs | None = None
+    sizes: str = ""
+
+    @property
+    def name(self) -> str:
+        """What the piece is called in messages."""
+        return f"{self.section.name}{'' if self.tokens is None else f' for {self.tokens} tokens'}"
 
     @property
     def label(self) -> dict[str, Any]:
@@ -172,11 +253,12 @@ class _Source:
         ]
         outermost = [next(iter(stack.values()))[1] for stack in stacks if stack]
         model = getattr(outermost[0], "__name__", str(outermost[0])) if outermost else ""
-        return {"model": model, "piece": self.section.name, "ops": len(called)}
+        tokens = {} if self.tokens is None else {"tokens": str(self.tokens)}
+        return {"model": model, "piece": self.section.name, "ops": len(called), **tokens}
 
     def compile(self) -> InductorArtefact:
         """Have Inductor compile it."""
-        return compile_with_inductor(self._module(), *self._arguments())
+        return compile_with_inductor(self._module(), *self._arguments(), self.sizes)
 
     def load(self, packed: bytes) -> InductorArtefact | None:
         """Take what an earlier process compiled; None where that was for other sizes."""
@@ -184,14 +266,19 @@ class _Source:
 
     def _module(self) -> torch.fx.GraphModule:
         module = self.section.module
-        return torch.fx.GraphModule(module, copy.deepcopy(module.graph))
+        copied = torch.fx.GraphModule(module, copy.deepcopy(module.graph))
+        return copied if self.inputs is None else with_inputs(copied, self.inputs.values)
 
     def _arguments(self) -> tuple[list[Any], Any, Mapping[str, Any]]:
-        module = self.section.module
-        inputs = [
-            node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"
-        ]
-        return inputs, fake_mode_of(module), self.inductor_config
+        if self.inputs is None:
+            mode = fake_mode_of(self.section.module)
+            return _inputs_of(self.section), mode, self.inductor_config
+        return self.inputs.values, self.inputs.fake_mode, self.inductor_config
+
+
+def _inputs_of(section: Section) -> list[Any]:
+    nodes = section.module.graph.nodes
+    return [node.meta["example_value"] for node in nodes if node.op == "placeholder"]
 
 
 def _load(cache: ArtefactCache, key: str, source: _Source) -> InductorArtefact | None:
@@ -209,7 +296,7 @@ def _load(cache: ArtefactCache, key: str, source: _Source) -> InductorArtefact |
 @functools.cache
 def _own_sources() -> tuple[str, ...]:
     """This package's release, and its code that decides what an artefact is."""
-    names = ("piece_compiler", "piece_key")
+    names = ("piece_compiler", "piece_key", "specialise")
     files = [Path(__file__).with_name(f"{name}.py") for name in names]
     files += sorted((Path(__file__).parent / "torch_internals").glob("*.py"))
     code = b"".join(file.read_bytes() for file in files)

@@ -1,29 +1,32 @@
 """A runner's steps at PIECEWISE past Dynamo: the compiled graph is called on its old arguments.
 
 Between a runner and its model's one graph lie guards and Python that do the same in every step of
-a key. Once such a step ran by a replay plan, what it took is kept: the graph, its arguments, which
+a key. Once such a step ran by a replay plan, what it took is kept: the plan, its arguments, which
 stay where they are, and where its outputs are in what the model returns. Models of several graphs,
-or of graphs with arguments made anew in each step, go on running as they are.
+of graphs with arguments made anew in each step, or with Python that leaves something behind go on
+running as they are.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from compile_backend.inputs import InputClass
+from compile_backend.torch_internals.dynamo import autocast_is_on
 from compile_backend.torch_internals.graphs import tree_leaves, tree_map
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from compile_backend.backend import CompiledFacts
     from compile_backend.batch import BatchDescriptor
     from compile_backend.build import BuiltGraph
-    from compile_backend.compiled_graph import CompiledGraph
+    from compile_backend.compiled_graph import CompiledGraph, Recorder
+    from compile_backend.replay_plan import ReplayPlan
     from compile_backend.weights import Weights
 
 # Steps of a key after which nobody looks any more.
@@ -44,12 +47,14 @@ class _KnownStep:
     Attributes:
         graph: that the model calls.
         key: of the graph.
+        plan: by which the graph ran; another one is for other arguments.
         args: of the graph.
         returned: what the model returns, with `_Output` in place of tensors.
     """
 
     graph: CompiledGraph
     key: BatchDescriptor
+    plan: ReplayPlan
     args: Sequence[Any]
     returned: Any
 
@@ -59,7 +64,7 @@ class PiecewiseSteps:
 
     Args:
         compiled: the model's graphs.
-        weights: the model's; its own, since each reader notes moves for itself.
+        weights: the model's; whoever looks after them calls `forget`.
     """
 
     def __init__(self, compiled: CompiledFacts, weights: Weights) -> None:
@@ -78,11 +83,7 @@ class PiecewiseSteps:
         step = self._steps.get(key)
         if step is None:
             return None
-        if self._weights.have_moved():
-            self._steps.clear()
-            self._attempts.clear()
-            return None
-        outputs = step.graph.repeat(step.key, step.args, metadata)
+        outputs = step.graph.repeat(step.key, step.plan, step.args, metadata)
         if outputs is None:
             del self._steps[key]
             return None
@@ -91,6 +92,11 @@ class PiecewiseSteps:
         return tree_map(
             lambda item: outputs[item.index] if isinstance(item, _Output) else item, step.returned
         )
+
+    def forget(self) -> None:
+        """Forget every step, since weights are elsewhere."""
+        self._steps.clear()
+        self._attempts.clear()
 
     def learn(
         self, key: BatchDescriptor, call: Callable[[], Any], inputs: Sequence[torch.Tensor]
@@ -103,15 +109,19 @@ class PiecewiseSteps:
             inputs: the model's, at addresses that stay.
         """
         graphs = list(self._compiled.graphs)
-        if self._attempts[key] >= _MAX_ATTEMPTS or not all(built.is_whole for built in graphs):
+        is_usual = all(built.is_whole for built in graphs) and not autocast_is_on()
+        if self._attempts[key] >= _MAX_ATTEMPTS or not is_usual:
             return call()
         self._attempts[key] += 1
+        known = {id(item) for item in (*self._weights.tensors(), *inputs)}
         seen: list[_KnownStep] = []
 
-        def recorder_of(built: BuiltGraph) -> Callable[..., None]:
-            def record(graph_key: BatchDescriptor, args: Sequence[Any], outputs: Any) -> None:
-                if self._stay(built, args, inputs):
-                    seen.append(_KnownStep(built.graph, graph_key, tuple(args), outputs))
+        def recorder_of(built: BuiltGraph) -> Recorder:
+            def record(
+                graph_key: BatchDescriptor, plan: ReplayPlan, args: Sequence[Any], outputs: Any
+            ) -> None:
+                if _stay(built, args, known):
+                    seen.append(_KnownStep(built.graph, graph_key, plan, tuple(args), outputs))
 
             return record
 
@@ -123,28 +133,33 @@ class PiecewiseSteps:
         finally:
             for built in graphs:
                 built.graph.recorder = None
-        if len(seen) == 1 and self._num_steps() == before + 1:
-            (step,) = seen
-            returned = _with_slots(result, step.returned)
-            if returned is not None:
-                self._weights.note()
-                self._steps[key] = _KnownStep(step.graph, step.key, step.args, returned)
+        # A model that binds its buffers anew has other arguments in the next step.
+        if len(seen) != 1 or self._num_steps() != before + 1 or self._weights.have_moved():
+            return result
+        (step,) = seen
+        returned = _with_slots(result, step.returned)
+        if returned is not None:
+            self._steps[key] = replace(step, returned=returned)
         return result
 
     def _num_steps(self) -> int:
         return sum(row.steps for stats in self._compiled.stats() for row in stats.rows.values())
 
-    def _stay(
-        self, built: BuiltGraph, args: Sequence[Any], inputs: Iterable[torch.Tensor]
-    ) -> bool:
-        """Whether a graph's arguments are the same in each step of the key."""
-        known = {id(item) for item in (*self._weights.tensors(), *inputs)}
-        return all(
-            id(arg) in known
-            if item.kind in (InputClass.PARAMETER, InputClass.STATIC)
-            else item.kind is InputClass.SIZE and ".size()" in item.source
-            for item, arg in zip(built.plan.inputs, args, strict=True)
-        )
+
+def _stay(built: BuiltGraph, args: Sequence[Any], known: set[int]) -> bool:
+    """Whether a graph's arguments are the same in each step of the key.
+
+    Args:
+        built: the graph.
+        args: of one step.
+        known: identities of weights, and of inputs at addresses that stay.
+    """
+    return all(
+        id(arg) in known
+        if item.kind in (InputClass.PARAMETER, InputClass.STATIC)
+        else item.kind is InputClass.SIZE and ".size()" in item.source
+        for item, arg in zip(built.plan.inputs, args, strict=True)
+    )
 
 
 def _with_slots(result: Any, outputs: Sequence[Any]) -> Any | None:

@@ -21,8 +21,6 @@ from compile_backend.op_names import SplittingOps, normal_name, op_name
 from compile_backend.pipeline import prepare_for_split
 from compile_backend.plain_calls import BatchReader
 from compile_backend.resolve import Resolution, default_mode, resolve_cudagraph_mode
-from compile_backend.sizes import PaddingTable, check_compile_sizes, listed_sizes
-from compile_backend.specialise import Specialisations, plan_specialisations
 from compile_backend.split import Section, SplitGraph, is_trivial, split_graph
 from compile_backend.support import (
     AttentionCGSupport,
@@ -31,12 +29,12 @@ from compile_backend.support import (
     speaks_of,
     support_level,
 )
+from compile_backend.token_sizes import plan_specialisations
 from compile_backend.torch_internals.graphs import (
     fix_numbers_of_modules,
     is_number_input,
     names_of_wrapped,
 )
-from compile_backend.torch_internals.narrowing import example_of
 from compile_backend.torch_internals.sizes import data_dependent_symbols, free_symbols_of
 
 if TYPE_CHECKING:
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
 
     from compile_backend.batch import BatchDescriptor
     from compile_backend.config import CompilationConfig
+    from compile_backend.specialise import Specialisations
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +183,11 @@ def plan_graph(
         describe_batch=config.describe_batch,
     )
     first_call = reader.read(example_inputs)
-    specialisations = _specialisations(
-        config, dispatcher, resolution.mode, _num_tokens(split, reader, first_call)
+    values = [split.values[name] for name in split.inputs]
+    specialisations, more_notes = plan_specialisations(
+        config, dispatcher, resolution.mode, reader, values, first_call, needs_grad=needs_grad
     )
-    if specialisations is None or needs_grad:
-        specialisations = Specialisations()
+    notes += more_notes
     return GraphPlan(
         split=split,
         inputs=inputs,
@@ -206,9 +205,6 @@ def plan_graph(
         first_call=first_call,
         specialisations=specialisations,
     )
-
-
-XXX
 
 
 def _support_of(split: SplitGraph, config: CompilationConfig) -> dict[str, AttentionCGSupport]:

@@ -61,6 +61,13 @@ class ReferenceGraph:
             results = self._call(*args)
         for stored, result in zip(tree_leaves(self.outputs), tree_leaves(results), strict=True):
             if isinstance(stored, torch.Tensor) and stored.numel():
+                if stored.shape != result.shape or stored.dtype != result.dtype:
+                    raise CaptureError(
+                        f"a replay computed {result.dtype} of {tuple(result.shape)}, but "
+                        f"{stored.dtype} of {tuple(stored.shape)} was captured; weights of "
+                        "another shape or dtype need new graphs: call recapture(), or "
+                        "reset(compiled)"
+                    )
                 same = stored.data_ptr() == result.data_ptr() and stored.shape == result.shape
                 if not same:
                     unexpanded(stored).copy_(unexpanded(result))

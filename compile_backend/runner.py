@@ -232,6 +232,8 @@ class GraphModelRunner:
         captured = self._captured
         if captured is None:
             raise CaptureError("nothing is captured yet; call capture() before the first run")
+        if self._weights.have_moved():
+            self._forget(captured)
         query_lens, num_tokens, is_uniform = self._count(batch.query_lens)
         num_reqs = len(query_lens)
         check_batch(
@@ -353,13 +355,12 @@ class GraphModelRunner:
             self._engine,
             self.config,
             self._stats,
-            self._weights,
             self._cut,
             self._warn_once,
         )
         piecewise = None
         if self._compiled is not None:
-            piecewise = PiecewiseSteps(self._compiled, Weights(_module_of(self.model)))
+            piecewise = PiecewiseSteps(self._compiled, self._weights)
         return _Captured(resolution, full, piecewise)
 
     def _warm_up(self, captured: _Captured, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
@@ -381,6 +382,13 @@ class GraphModelRunner:
         lens = check_query_lens(query_lens)
         is_uniform = bool((lens == self._query_len).all())
         return lens.astype(np.int32, copy=False), int(np.add.reduce(lens)), is_uniform
+
+    def _forget(self, captured: _Captured) -> None:
+        """Drop what reads weights that are elsewhere now."""
+        captured.full.drop()
+        if captured.piecewise is not None:
+            captured.piecewise.forget()
+        self._weights.note()
 
     def _run_model(
         self,

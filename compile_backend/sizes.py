@@ -1,6 +1,7 @@
 """The numbers of tokens that graphs are captured for, and how a batch is padded to them.
 
-This file refuses to know modes and graphs: sizes are integers here.
+Those that pieces are compiled for are here, too. This file refuses to know modes and graphs:
+sizes are integers here.
 """
 
 from __future__ import annotations
@@ -8,11 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from compile_backend.config import MAX_TOKENS, CompilationConfig, too_many_tokens
+from compile_backend.config import (
+    ALL_CAPTURE_SIZES,
+    MAX_TOKENS,
+    CompilationConfig,
+    too_many_tokens,
+)
 from compile_backend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 _DEFAULT_MAXIMUM = 512
 
@@ -93,18 +99,57 @@ def _uniform_sizes(mixed: tuple[int, ...], most_reqs: int, query_len: int) -> tu
     return tuple(n * query_len for n in sorted(num_reqs | beyond))
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class TokenRange:
+    """Numbers of tokens that code is compiled for.
+
+    Attributes:
+        first: the lowest of them.
+        last: the highest; the same for code of one size.
+        is_listed: whether the size is one of `compile_sizes`.
+    """
+
+    first: int
+    last: int
+    is_listed: bool = False
+
+    def __str__(self) -> str:
+        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+
+
+def ranges_between(endpoints: Sequence[int]) -> tuple[TokenRange, ...]:
+    """The ranges that end at each endpoint, the first one from 1 on; none above the last."""
+    starts = (1, *(endpoint + 1 for endpoint in endpoints))
+    return tuple(TokenRange(*ends) for ends in zip(starts, endpoints, strict=False))
+
+
+def listed_sizes(compile_sizes: Sequence[int | str], captured: Iterable[int]) -> tuple[int, ...]:
+    """The numbers that `compile_sizes` means, ascending.
+
+    Args:
+        compile_sizes: integers, and maybe the name that stands for all capture sizes.
+        captured: the sizes that graphs are captured for.
+    """
+    numbers = {size for size in compile_sizes if not isinstance(size, str)}
+    return tuple(
+        sorted(numbers.union(captured) if ALL_CAPTURE_SIZES in compile_sizes else numbers)
+    )
+
+
 def check_compile_sizes(config: CompilationConfig, table: PaddingTable) -> None:
     """Refuse sizes to compile for that no batch has, since padding changes them.
+
+    Sizes above all that are captured stay: such batches run as they are.
 
     Raises:
         ConfigError: names the first such size, what it is padded to, and the sizes that stay.
     """
     for size in config.compile_sizes:
-        padded = table.padded(size)
+        padded = None if isinstance(size, str) else table.padded(size)
         if padded not in (size, None):
             raise ConfigError(
                 "compile_sizes",
                 config.compile_sizes,
                 f"holds {size}, which is padded to {padded}",
-                f"use sizes among {table.sizes}",
+                f"use sizes among {table.sizes}, or above {table.sizes[-1]}",
             )

@@ -18,6 +18,7 @@ import torch.fx
 from compile_backend.op_names import SplittingOps, op_name
 from compile_backend.split_regions import Region, RegionWriter, region_of_nodes
 from compile_backend.torch_internals.graphs import is_number_input, storage_id
+from compile_backend.torch_internals.narrowing import is_one_of, unbound_symbols
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -110,11 +111,16 @@ def split_graph(
     returned = _returned(graph)
     readers = _readers(groups, returned)
     regions = region_of_nodes(graph, keep_grad_mode=keep_grad_mode)
+    sizes = {
+        node: node.meta.get("example_value") for node in graph.nodes if node.op == "placeholder"
+    }
     sections = []
     for index, (is_piece, nodes) in enumerate(groups):
         writer = _SectionWriter(graph_module, regions)
         for node in nodes:
             writer.add(node)
+        if is_piece:
+            writer.take_sizes(sizes)
         outputs = tuple(node for node in nodes if readers.get(node, -1) > index)
         name = f"{'piece' if is_piece else 'eager'}_{index}"
         ops = tuple(str(op_name(node)) for node in nodes if splitting_ops.cuts(node))
@@ -369,6 +375,16 @@ class _SectionWriter:
             copy = self._graph.placeholder(node.name)
         copy.meta = dict(node.meta)
         return copy
+
+    def take_sizes(self, graph_inputs: Mapping[torch.fx.Node, Any]) -> None:
+        """Take every free size as an input that the others only hold a multiple or a sum of.
+
+        A compiler works sizes out from the inputs, and cannot undo arithmetic.
+        """
+        missing = unbound_symbols(node.meta.get("example_value") for node in self._inputs)
+        for node, value in graph_inputs.items():
+            if isinstance(value, torch.SymInt) and is_one_of(value, missing):
+                self._provide(node)
 
     def section(
         self,

@@ -72,14 +72,14 @@ class Report:
         graphs: compiled graphs; more than one after a graph break or a recompilation.
         pieces: pieces of all graphs.
         eager_sections: eager sections of all graphs.
-        compiles: distinct pieces that a compiler was run on.
+        compiles: distinct pieces that a compiler was run on, once for each range of sizes.
         compile_s: seconds that those compiles took.
         capture_s: seconds spent in captures.
         mode_asked: the modes asked for, or the defaults that were chosen.
         mode_resolved: what each graph's mode was lowered to.
         downgrades: each lowering of a mode with its reason.
         by_key: the counts of each (mode, key).
-        loads: distinct pieces that were read from the cache instead of compiled.
+        loads: likewise, read from the cache instead of compiled.
         load_s: seconds that took.
         unstorable: compiled pieces that the cache cannot hold.
     """

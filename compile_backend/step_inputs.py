@@ -57,7 +57,7 @@ class InputSpec:
         dim: how it changes.
 
     Raises:
-        ConfigError: the shape does not hold exactly one `Dim`.
+        ConfigError: the shape does not hold exactly one `Dim`, or the dtype not the padding.
     """
 
     name: str
@@ -75,6 +75,13 @@ class InputSpec:
                 "does not hold exactly one size that changes with the batch",
                 "use one of Dim.NUM_TOKENS, Dim.NUM_REQS, Dim.NUM_REQS_PLUS_1, such as "
                 "(1, Dim.NUM_TOKENS)",
+            )
+        if not _fits(self.dtype, int(self.pad), int(self.pad)):
+            raise ConfigError(
+                f"input_spec[{self.name!r}].pad",
+                self.pad,
+                f"is out of the range of {self.dtype}",
+                "use a number that the dtype holds",
             )
         for axis, size in enumerate(self.shape):
             if isinstance(size, Dim):
@@ -213,7 +220,8 @@ class StepInputs:
             size: its rows in the dimension that changes, without padding.
 
         Raises:
-            ValueError: the value has another shape, or fractions where the spec has integers.
+            ValueError: the value has another shape, is no number, has fractions where the spec has
+                integers, or is out of their range.
         """
         spec = place.spec
         host: Any = place.host if place.array is None else place.array
@@ -233,6 +241,7 @@ class StepInputs:
         _check_shape(spec, value.shape, own.shape)
         if isinstance(value, np.ndarray) and value.size:  # an empty list counts as fractions
             _check_kind(spec, value.dtype, is_fraction=value.dtype.kind in "fc")
+            _check_numbers(spec, value)
         own[...] = value
 
     def send(self, layout: Layout) -> None:
@@ -305,6 +314,25 @@ def _check_kind(spec: InputSpec, given: object, *, is_fraction: bool) -> None:
             f"input {spec.name!r} has numbers of {given}, but its spec says {spec.dtype}; give "
             "integers, or change the spec"
         )
+
+
+def _check_numbers(spec: InputSpec, value: np.ndarray[Any, Any]) -> None:
+    """Refuse what is no number, and what would come out as another one."""
+    if value.dtype.kind not in "biufc":
+        raise ValueError(f"input {spec.name!r} has values of {value.dtype}; give numbers")
+    if value.dtype.kind in "iu" and not _fits(spec.dtype, int(value.min()), int(value.max())):
+        raise ValueError(
+            f"input {spec.name!r} holds {value.min()} to {value.max()}, which {spec.dtype} does "
+            "not; change the numbers, or the spec"
+        )
+
+
+def _fits(dtype: torch.dtype, lowest: int, highest: int) -> bool:
+    """Whether a dtype can hold integers; fractions and booleans take what they get."""
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        return True
+    limits = torch.iinfo(dtype)
+    return limits.min <= lowest and highest <= limits.max
 
 
 def _check_shape(spec: InputSpec, given: Sequence[int], expected: Sequence[int]) -> None:

@@ -31,7 +31,10 @@ class Weights:
         self._model = model
         self._tables: list[Mapping[str, Any]] = []
         self._names: list[str] = []
+        # Those that only wrap others, or have no address: they have to be the same objects, and
+        # the former to have the same contents, which torch swaps on `module.to(...)`.
         self._wrappers: dict[int, torch.Tensor] = {}
+        self._contents: list[tuple[torch.Tensor, dict[str, Any]]] = []
         self._positions: list[int] = []
         self._addresses: list[int | None] = []
         self._watched: object | None = None
@@ -39,16 +42,18 @@ class Weights:
 
     def note(self) -> None:
         """Take the weights and the addresses of now for those that graphs read."""
-        self._tables, self._names, self._wrappers = [], [], {}
+        self._tables, self._names, self._wrappers, self._contents = [], [], {}, []
         for module in () if self._model is None else self._model.modules():
             for table in (module._parameters, module._buffers):  # noqa: SLF001 - the tables
                 for name, tensor in table.items():
                     self._add(table, name, tensor)
         tensors = self.tensors()
-        self._positions = [i for i in range(len(tensors)) if i not in self._wrappers]
+        own = [i for i in range(len(tensors)) if i not in self._wrappers]
         self._addresses = [None] * len(tensors)
-        for i in self._positions:
-            self._addresses[i] = tensors[i].data_ptr()
+        for i in own:
+            self._addresses[i] = _address_of(tensors[i])
+        self._positions = [i for i in own if self._addresses[i] is not None]
+        self._wrappers.update((i, tensors[i]) for i in own if self._addresses[i] is None)
         self._watched = shortcuts.watch(self._tables, self._names, tensors, self._addresses)
 
     def _add(self, table: Mapping[str, Any], name: str, tensor: torch.Tensor | None) -> None:
@@ -60,11 +65,14 @@ class Weights:
         parts = names_of_wrapped(tensor)
         if parts:
             self._wrappers[len(self._names) - 1] = tensor
+            self._contents.append((tensor, vars(tensor)))
         for part in parts:
             self._add(vars(tensor), part, getattr(tensor, part))
 
     def have_moved(self) -> bool:
         """Whether a weight is elsewhere, or gone."""
+        if any(vars(wrapper) is not contents for wrapper, contents in self._contents):
+            return True
         if self._watched is not None:
             return shortcuts.have_moved(self._watched)
         try:
@@ -79,3 +87,11 @@ class Weights:
         """What the tables hold where weights were noted."""
         tables: list[Any] = self._tables
         return [*map(operator.getitem, tables, self._names)]
+
+
+def _address_of(tensor: torch.Tensor) -> int | None:
+    """Where a tensor is; None for one without memory of its own, such as a sparse one."""
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError, ValueError):
+        return None

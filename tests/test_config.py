@@ -85,6 +85,7 @@ DEFAULTS = {
     "piece_compiler": "inductor",
     "inductor_compile_config": {},
     "compile_sizes": (),
+    "compile_sizes_config": {},
     "compile_ranges_endpoints": (),
     "use_inductor_graph_partition": False,
     "pass_config": PassConfig(),
@@ -116,6 +117,11 @@ def test_defaults():
         ("attention_support", {"a::b": "always"}, {"a::b": AttentionCGSupport.ALWAYS}),
         ("attention_support", {"a::b": 2}, {"a::b": AttentionCGSupport.UNIFORM_BATCH}),
         ("compile_sizes", [1, 8], (1, 8)),
+        (
+            "compile_sizes",
+            ["cudagraph_capture_sizes", 1, 1024],
+            (1, 1024, "cudagraph_capture_sizes"),
+        ),
         ("pass_config", {"enable_noop": True}, PassConfig(enable_noop=True)),
         ("cache_dir", pathlib.Path("here"), "here"),
         ("inductor_compile_config", {"max_autotune": True}, {"max_autotune": True}),
@@ -166,6 +172,9 @@ FLAGS = [field.name for field in dataclasses.fields(CompilationConfig) if field.
         ("inductor_compile_config", {1: 2}, "must map names", "use {'name': value}"),
         ("inductor_passes", [], "must map names", "use {'name': value}"),
         ("compile_sizes", (8, 4), "must ascend", "use (4, 8)"),
+        ("compile_sizes", "all", "must be a list of sizes", "('cudagraph_capture_sizes',)"),
+        ("compile_sizes", ("all",), "holds a name of no sizes", "'cudagraph_capture_sizes'"),
+        ("compile_sizes_config", {"max_autotune": True}, "compile_sizes names none", "name them"),
         ("compile_ranges_endpoints", (0,), "must hold positive integers", "use (4, 8)"),
         ("pass_config", {"enable_noop": 1}, "must be a bool", "use True or False"),
         ("pass_config", {"enable_nop": True}, "is not an option", "did you mean enable_noop?"),
@@ -289,8 +298,6 @@ def test_query_length_of_uniform_decode_is_one_plus_the_guesses(guesses):
         ("use_inductor_graph_partition", True),
         *(("pass_config", {flag.name: True}) for flag in dataclasses.fields(PassConfig)),
         ("inductor_passes", {"post_grad_custom_post_pass": print}),
-        ("compile_sizes", [1]),
-        ("compile_ranges_endpoints", [64]),
     ],
 )
 def test_options_of_later_releases_are_not_ignored_in_silence(option, value):

@@ -130,8 +130,6 @@ def test_docs_say_what_is_not_available() -> None:
         "use_inductor_graph_partition": True,
         "pass_config": {"enable_noop": True},
         "inductor_passes": {"mine": len},
-        "compile_sizes": (1,),
-        "compile_ranges_endpoints": (1,),
     }
     refused = [error.option for error in unavailable(CompilationConfig.from_options(asking))]
     section = OPTIONS.partition("## Not available yet")[2]

@@ -132,3 +132,21 @@ def test_one_piece_serves_every_size_where_sizes_are_free():
             args = {"l_x_": x}
             given = [args.get(name, n) for name in piece.inputs]
             torch.testing.assert_close(compiled.call(given)[0], torch.relu(x) * n)
+
+
+def test_a_piece_whose_inputs_only_hold_multiples_of_a_size_takes_the_size_itself():
+    table = rows(16, seed=0)
+
+    def function(ids: torch.Tensor) -> Any:
+        return torch.ops.toy.attn_new(table[ids.flatten()]) * 2
+
+    ids = torch.randint(0, 16, (4, 3))
+    torch._dynamo.maybe_mark_dynamic(ids, 0)
+    _, last = pieces_of(function, ids)
+    assert len(last.inputs) == 2
+    with torch.no_grad():
+        compiled = PieceCompiler("inductor", {}).compile(last)
+        for n in (2, 5):
+            x = rows(3 * n)
+            given = [n if name.startswith("s") else x for name in last.inputs]
+            torch.testing.assert_close(compiled.call(given)[0], x * 2)

@@ -168,6 +168,37 @@ def test_moved_weights_are_seen_in_known_steps():
     assert captures == 2 * 3 + 2 * 3
 
 
+def test_a_move_is_not_lost_between_sizes():
+    """One size is served with the new weights before the other one, which was known, is."""
+    model = PagedToy()
+    loop = run_of(compiled_toy(model), model)
+    for _ in range(2):
+        loop.step([(loop.add([1, 2, 3]), 3)])
+    model.out[0].weight.data = model.out[0].weight.data * 3
+    loop.step([(loop.add([1, 2, 3, 4, 5, 6, 7]), 7)])
+    for number in range(3):
+        loop.step([(loop.add([1, 2, number]), 3)])
+
+
+def test_a_known_step_ends_with_its_plan():
+    """Another runner of the same model makes plans on inputs of its own."""
+    model = PagedToy()
+    call = compiled_toy(model)
+    first, second = run_of(call, model), run_of(call, model)
+    for loop in (first, second, first, first, second):
+        for number in range(4):
+            loop.step([(loop.add([1, 2, number]), 3)])
+
+
+def test_steps_under_autocast_are_not_known():
+    model = PagedToy()
+    loop = run_of(compiled_toy(model), model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):
+            loop.runner.run(loop.batch([(loop.add([1, 2, 3]), 3)]))
+    assert known_steps(loop) == 0
+
+
 def test_recapture_forgets_known_steps():
     model = PagedToy()
     loop = run_of(compiled_toy(model), model)
@@ -187,6 +218,8 @@ class Wrapped(torch.nn.Module):
         self.inner = inner
         self.kind = kind
         self.steps = 0
+        self.last_logits: torch.Tensor | None = None
+        self.register_buffer("state", torch.zeros(()))
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> Any:
         if self.kind == "break":
@@ -198,6 +231,11 @@ class Wrapped(torch.nn.Module):
         if self.kind == "counter":
             self.steps += 1
             return logits + self.steps
+        if self.kind == "kept":
+            self.last_logits = logits
+        if self.kind == "rebound":
+            self.state = self.state + 1
+            return logits + self.state
         if self.kind == "outside":
             torch._dynamo.graph_break()
             return logits * 1
@@ -206,7 +244,15 @@ class Wrapped(torch.nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "is_known"),
-    [("plain", True), ("nested", True), ("break", False), ("counter", False), ("outside", False)],
+    [
+        ("plain", True),
+        ("nested", True),
+        ("break", False),
+        ("counter", False),
+        ("outside", False),
+        ("kept", False),
+        ("rebound", False),
+    ],
 )
 def test_only_models_that_are_one_graph_are_known(kind, is_known):
     inner = PagedToy()
@@ -223,7 +269,9 @@ def test_only_models_that_are_one_graph_are_known(kind, is_known):
             output = output["logits"][0]
         loop.done[request] += work[0][1]
         expected = inner.dense(loop.tokens[request][: loop.done[request]])
-        expected = expected + (model.steps if kind == "counter" else 0)
+        expected = expected + (model.steps if kind == "counter" else 0) + model.state
+        if kind == "kept":
+            torch.testing.assert_close(model.last_logits[:1], output, rtol=0, atol=0)
         torch.testing.assert_close(output[0], expected, rtol=1e-4, atol=1e-4)
         work = loop.grow(request)
     assert output.shape == (1, VOCABULARY)

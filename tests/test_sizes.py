@@ -15,6 +15,8 @@ from compile_backend.sizes import (
     capture_sizes,
     check_compile_sizes,
     default_ladder,
+    listed_sizes,
+    ranges_between,
 )
 
 
@@ -166,3 +168,28 @@ def test_a_compile_size_that_padding_changes_is_refused_with_the_sizes_that_stay
 def test_compile_sizes_that_padding_keeps_are_accepted():
     table = PaddingTable((3, 6))
     check_compile_sizes(CompilationConfig(compile_sizes=(3, 6, 100)), table)
+    check_compile_sizes(CompilationConfig(compile_sizes=("cudagraph_capture_sizes",)), table)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ((), ()),
+        ((1, 9), (1, 9)),
+        (("cudagraph_capture_sizes",), (2, 4)),
+        ((1, 4, 9, "cudagraph_capture_sizes"), (1, 2, 4, 9)),
+    ],
+)
+def test_listed_sizes_may_name_all_capture_sizes(written, meant):
+    assert listed_sizes(written, {4, 2}) == meant
+
+
+def test_ranges_end_at_the_endpoints_and_leave_no_gap():
+    assert [str(each) for each in ranges_between((1, 8, 9, 64))] == ["1", "2-8", "9", "10-64"]
+    assert ranges_between(()) == ()
+
+
+@given(st.sets(st.integers(1, 200), min_size=1).map(sorted), st.integers(1, 250))
+def test_every_size_up_to_the_last_endpoint_is_in_one_range(endpoints, size):
+    held = [each for each in ranges_between(endpoints) if each.first <= size <= each.last]
+    assert len(held) == (size <= endpoints[-1])

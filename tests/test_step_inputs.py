@@ -339,6 +339,40 @@ def test_fractions_are_no_integers(value: Any) -> None:
         held.load(held.inputs.layout(1, 1), batch, np.array([1], np.int32), 1)
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.array([2**31]), "holds 2147483648 to 2147483648, which torch.int32 does not"),
+        ([-(2**31) - 1], "holds -2147483649"),
+        (np.array([2**63], np.uint64), "which torch.int32 does not"),
+        (["7"], "has values of <U1; give numbers"),
+        (np.array(["2020-01-01"], "datetime64[D]"), "give numbers"),
+    ],
+)
+def test_no_number_comes_out_as_another(value: Any, message: str) -> None:
+    inputs = step_inputs(InputSpec("x", (TOKENS,), torch.int32))
+    held = BatchLoader(inputs, (InputSpec("x", (TOKENS,), torch.int32),), None)
+    batch = Batch(query_lens=[1], inputs={"x": value})
+    with pytest.raises(ValueError, match=message):
+        held.load(inputs.layout(1, 1), batch, np.array([1], np.int32), 1)
+
+
+def test_the_ends_of_a_range_are_held() -> None:
+    for dtype, kind in ((torch.int32, np.int32), (torch.int64, np.int64)):
+        spec = InputSpec("x", (TOKENS,), dtype)
+        inputs, limits = step_inputs(spec), np.iinfo(kind)
+        ends = np.array([limits.min, limits.max], np.int64)
+        batch = Batch(query_lens=[2], inputs={"x": ends})
+        layout = inputs.layout(2, 1)
+        BatchLoader(inputs, (spec,), None).load(layout, batch, np.array([2], np.int32), 2)
+        assert layout.tensors["x"].tolist() == ends.tolist()
+
+
+def test_padding_is_in_the_range_of_the_dtype() -> None:
+    with pytest.raises(ConfigError, match=r"pad=1099511627776 is out of the range of torch.int32"):
+        InputSpec("x", (TOKENS,), torch.int32, pad=2**40)
+
+
 @pytest.mark.parametrize("names", [["ids"], ["ids", "last", "mask"], ["ids", "lsat"]], ids=str)
 def test_inputs_are_those_that_were_declared(names: list[str]) -> None:
     held = loader()

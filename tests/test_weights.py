@@ -129,6 +129,7 @@ class Wrapping(torch.nn.Module):
         (lambda model: setattr(model.weight, "a", torch.ones(2, 2)), True),
         (lambda model: setattr(model.weight.b, "a", torch.ones(2, 2)), True),
         (lambda model: model.rewrap(), True),
+        (lambda model: model.double(), True),
         (lambda model: model.weight.a.mul_(2), False),
         (lambda model: model.eval(), False),
     ],
@@ -138,6 +139,7 @@ class Wrapping(torch.nn.Module):
         "new part",
         "new part of a part",
         "wrapped anew",
+        "swapped",
         "numbers",
         "-",
     ],
@@ -155,6 +157,15 @@ def test_tensors_inside_of_a_weight_are_looked_after(
     assert weights.have_moved() is moves
     weights.note()
     assert not weights.have_moved()
+
+
+def test_tensors_without_an_address_are_looked_after_as_objects() -> None:
+    model = torch.nn.Module()
+    model.register_buffer("table", torch.eye(2).to_sparse())
+    weights = Weights(model)
+    assert not weights.have_moved()
+    model.table = torch.eye(2).to_sparse()
+    assert weights.have_moved()
 
 
 def test_a_weight_that_comes_back_is_watched_once_noted() -> None:

@@ -183,9 +183,3 @@ def are_at_addresses(
         equal: bool = compare(tensors, addresses, positions)
         return equal
     return all(tensors[i].data_ptr() == addresses[i] for i in positions)
-
-
-def ends_at_a_graph_break(graph_module: torch.fx.GraphModule) -> bool:
-    """Whether Dynamo ended this graph before the end of the function."""
-    reason = getattr(graph_module, "compile_subgraph_reason", None)
-    return reason is None or bool(reason.graph_break)

@@ -7,11 +7,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.fx
 
 if TYPE_CHECKING:
     from types import FrameType
-
-    import torch.fx
 
 
 def calling_compile() -> object | None:
@@ -95,3 +94,33 @@ def reaching_the_user(error: Exception) -> Exception:
     members = {"__init__": initialise, "__str__": kind.__str__, "__module__": kind.__module__}
     made: Exception = type(kind.__name__, (kind, ShortenTraceback), members)()
     return made.with_traceback(error.__traceback__)
+
+
+def ends_at_a_graph_break(graph_module: torch.fx.GraphModule) -> bool:
+    """Whether Dynamo ended this graph before the end of the function."""
+    reason = getattr(graph_module, "compile_subgraph_reason", None)
+    return reason is None or bool(reason.graph_break)
+
+
+def autocast_is_on() -> bool:
+    """Whether torch picks other types for ops than they are given."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+def leaves_something_behind() -> bool:
+    """Whether the Python that is being traced stores anything but in tensors, as far as is known.
+
+    To be asked while the backend runs: Dynamo, whose frames are searched, does the storing after
+    each call of the graph.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        side_effects = getattr(frame.f_locals.get("self"), "side_effects", None)
+        if side_effects is not None:
+            return bool(side_effects.tensor_hooks) or any(
+                side_effects.is_modified(item)
+                and not type(item.mutation_type).__name__.endswith("New")  # not seen outside
+                for item in side_effects.id_to_variable.values()
+            )
+        frame = frame.f_back
+    return True

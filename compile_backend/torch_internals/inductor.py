@@ -40,6 +40,7 @@ def compile_with_inductor(
     inputs: Sequence[Any],
     fake_mode: Any,
     config_patches: Mapping[str, Any],
+    narrowed_to: str = "",
 ) -> InductorArtefact:
     """Compile one graph, and strip the wrappers that inference does not need.
 
@@ -53,6 +54,7 @@ def compile_with_inductor(
         inputs: fake tensors and `SymInt`s, all of `fake_mode`.
         fake_mode: the mode in whose `ShapeEnv` the sizes live.
         config_patches: Inductor settings for this graph only.
+        narrowed_to: what the sizes are; Inductor's own cache cannot tell ranges apart.
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -60,7 +62,7 @@ def compile_with_inductor(
 
     def recording_compile(inner: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         graph_code, num_inputs = inner.code, _num_placeholders(inner)
-        with _kernels_kept():
+        with _kernels_kept(), _cached_apart(narrowed_to):
             code = compile_fx_inner(inner, *args, **kwargs)
         is_inference = bool(kwargs.get("is_inference"))
         seen.append(InnerCode(code, _metadata_of_trace(), num_inputs, graph_code, is_inference))
@@ -140,6 +142,17 @@ def _compile_fx(
             config_patches=dict(config_patches),
         )
         return wrapped, TracingContext.get().fw_metadata
+
+
+def _cached_apart(narrowed_to: str) -> contextlib.AbstractContextManager[None]:
+    """Have Inductor's own cache keep code for these sizes apart from that for others."""
+    import torch.compiler.config as config
+
+    if not narrowed_to:
+        return contextlib.nullcontext()
+    tag = f"{config.cache_key_tag} {narrowed_to}"
+    patched: contextlib.AbstractContextManager[None] = config.patch(cache_key_tag=tag)  # type: ignore[attr-defined]
+    return patched
 
 
 def _kernels_kept() -> contextlib.AbstractContextManager[None]:
