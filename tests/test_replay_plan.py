@@ -7,11 +7,18 @@ from typing import Any
 import pytest
 import torch
 import toy
+import transformers
 from paged_toy import INPUTS, VOCABULARY, Loop, PagedToy, make_builder
 from paged_toy import compiled as compiled_toy
 from toy import PIECEWISE, VARIANTS, WIDTH, Twin, rows, toy_model
 
-from compile_backend import GraphModelRunner, reset
+from compile_backend import Batch, GraphModelRunner, reset
+from compile_backend.attention.builder import AttentionBatch
+from compile_backend.attention.huggingface import (
+    CAUSAL_LM_INPUTS,
+    CAUSAL_LM_OUTPUT,
+    paged_model,
+)
 from compile_backend.backend import cudagraph_modes
 from compile_backend.build import _direct_call
 from compile_backend.step_inputs import Dim
@@ -210,6 +217,15 @@ def test_recapture_forgets_known_steps():
     assert known_steps(loop) == 1
 
 
+class Flag:
+    """What a library sets for as long as a model runs."""
+
+    is_up = False
+
+
+FLAG = Flag()
+
+
 class Wrapped(torch.nn.Module):
     """A paged toy in Python that may do more."""
 
@@ -225,7 +241,11 @@ class Wrapped(torch.nn.Module):
         if self.kind == "break":
             positions = positions + 0
             torch._dynamo.graph_break()
+        if self.kind == "flag":
+            FLAG.is_up = True
         logits = self.inner(tokens, positions, last)
+        if self.kind == "flag":
+            FLAG.is_up = False
         if self.kind == "nested":
             return {"logits": (logits, None), "twice": logits * 2}
         if self.kind == "counter":
@@ -247,6 +267,7 @@ class Wrapped(torch.nn.Module):
     [
         ("plain", True),
         ("nested", True),
+        ("flag", True),
         ("break", False),
         ("counter", False),
         ("outside", False),
@@ -276,6 +297,36 @@ def test_only_models_that_are_one_graph_are_known(kind, is_known):
         work = loop.grow(request)
     assert output.shape == (1, VOCABULARY)
     assert bool(known_steps(loop)) is is_known
+
+
+def test_steps_of_hugging_face_models_are_known():
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=31,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    paged = paged_model(model, num_blocks=4, max_model_len=32, backend="sdpa")
+    runner = GraphModelRunner(
+        compiled_toy(paged.module),
+        {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [2]},
+        input_spec=CAUSAL_LM_INPUTS,
+        output_shape=CAUSAL_LM_OUTPUT,
+        max_num_seqs=2,
+        max_num_batched_tokens=2,
+        metadata_builder=paged.builder,
+        device="cpu",
+    )
+    runner.capture(progress=False)
+    inputs = {"input_ids": [[3, 4]], "position_ids": [[4, 5]], "logits_indices": [0, 1]}
+    attention = AttentionBatch(seq_lens=[5, 6], block_table=[[0], [1]])
+    batch = Batch(query_lens=[1, 1], inputs=inputs, attention=attention)
+    first = runner.run(batch)
+    torch.testing.assert_close(runner.run(batch), first, rtol=0, atol=0)
+    assert len(runner._captured.piecewise._steps) == 1
 
 
 def test_results_of_known_steps_are_the_callers():

@@ -120,7 +120,26 @@ def leaves_something_behind() -> bool:
             return bool(side_effects.tensor_hooks) or any(
                 side_effects.is_modified(item)
                 and not type(item.mutation_type).__name__.endswith("New")  # not seen outside
+                and not _stores_what_is_there(side_effects, item)
                 for item in side_effects.id_to_variable.values()
             )
         frame = frame.f_back
     return True
+
+
+def _stores_what_is_there(side_effects: Any, item: Any) -> bool:
+    """Whether all that is stored in an object are constants that it holds already."""
+    stores = side_effects.store_attr_mutations.get(item)
+    owner = getattr(item, "value", None)
+    if not stores or owner is None:
+        return False
+    for name, stored in stores.items():
+        if not stored.is_python_constant():
+            return False
+        constant, held = stored.as_python_constant(), getattr(owner, name, _NOTHING)
+        if type(constant) is not type(held) or constant != held:
+            return False
+    return True
+
+
+_NOTHING = object()
