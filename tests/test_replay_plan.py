@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from paged_toy import INPUTS, VOCABULARY, Loop, PagedToy, make_builder
 from paged_toy import compiled as compiled_toy
 from toy import PIECEWISE, VARIANTS, WIDTH, Twin, rows, toy_model
 
-from compile_backend import Batch, GraphModelRunner, reset
+from compile_backend import Batch, CaptureError, GraphModelRunner, InputSpec, reset
 from compile_backend.attention.builder import AttentionBatch
 from compile_backend.attention.huggingface import (
     CAUSAL_LM_INPUTS,
@@ -118,13 +121,13 @@ def test_only_ops_of_this_package_are_called_past_the_dispatcher():
 # --- the runner -------------------------------------------------------------------------------
 
 
-def run_of(call: Any, model: PagedToy, output_shape: Any = (Dim.NUM_REQS,)) -> Loop:
-    """A loop at PIECEWISE, with its graphs captured."""
+def run_of(call: Any, model: PagedToy, mode: str = "PIECEWISE") -> Loop:
+    """A loop with its graphs captured."""
     runner = GraphModelRunner(
         call,
-        {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [4, 8]},
+        {"cudagraph_mode": mode, "cudagraph_capture_sizes": [4, 8]},
         input_spec=INPUTS,
-        output_shape=output_shape,
+        output_shape=(Dim.NUM_REQS,),
         max_num_seqs=4,
         max_num_batched_tokens=16,
         metadata_builder=make_builder(model),
@@ -185,6 +188,50 @@ def test_a_move_is_not_lost_between_sizes():
     loop.step([(loop.add([1, 2, 3, 4, 5, 6, 7]), 7)])
     for number in range(3):
         loop.step([(loop.add([1, 2, number]), 3)])
+
+
+def test_a_weight_may_be_deleted():
+    model = PagedToy()
+    model.unused = torch.nn.Parameter(torch.ones(2))
+    loop = run_of(compiled_toy(model), model)
+    for number in range(4):
+        if number == 2:
+            del model.unused
+        loop.step([(loop.add([1, 2, number]), 3)])
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_old_weights_are_let_go(mode):
+    model = PagedToy()
+    loop = run_of(compiled_toy(model), model, mode=mode)
+    loop.step([(loop.add([1, 2, 3]), 3)])
+    gone: list[str] = []
+    weakref.finalize(model.out[0].weight, gone.append, mode)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    for number in range(3):
+        loop.step([(loop.add([1, 2, number]), 3)])
+    gc.collect()
+    assert gone == [mode]
+
+
+def test_weights_of_another_shape_ask_for_new_graphs():
+    """On the reference engine, which describes outputs before it captures."""
+    head = torch.nn.Linear(4, 5)
+    runner = GraphModelRunner(
+        head,
+        {"cudagraph_capture_sizes": [2]},
+        input_spec=[InputSpec("input", (TOKENS, 4), torch.float32)],
+        max_num_seqs=2,
+        max_num_batched_tokens=4,
+        device="cpu",
+    )
+    runner.capture(progress=False)
+    batch = Batch(query_lens=[2], inputs={"input": torch.ones(2, 4)})
+    head.weight, head.bias = (torch.nn.Parameter(torch.ones(1, *rest)) for rest in ((4,), ()))
+    with torch.no_grad(), pytest.raises(CaptureError, match=r"new graphs: call recapture"):
+        runner.run(batch)
+    runner.recapture(progress=False)
+    torch.testing.assert_close(runner.run(batch), head(torch.ones(2, 4)).detach())
 
 
 def test_a_known_step_ends_with_its_plan():
