@@ -398,7 +398,7 @@ def meaning(spec: Any) -> Any:
         for sizes, *others in spec[0]
     ]
     calls = [
-        (function, operand % (2 + 2 * number), type(constant), constant)
+        (function, operand % (2 + number), type(constant), constant)
         for number, (function, operand, constant) in enumerate(spec[1])
     ]
     return inputs, calls
