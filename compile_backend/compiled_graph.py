@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from compile_backend.piecewise import PieceRunner, UncapturedRunner
     from compile_backend.plain_calls import BatchReader
     from compile_backend.replay_plan import ReplayPlan
-    from compile_backend.stats import GraphStats
+    from compile_backend.stats import GraphStats, KeyStats
     from compile_backend.wrapper import CUDAGraphWrapper
 
 logger = logging.getLogger(__name__)
@@ -299,10 +299,14 @@ class CompiledGraph:
                 self._moves_in_a_row.pop(key, None)
             if self._inputs.overlaps(key, args):
                 return self._without_graph(key, args)
+            own = ForwardContext(context.attn_metadata, mode, key, context.extra)
             stats = self.stats.at(mode, key)
-            outputs = self._replay(mode, key, static_args, args, context)
-            if outputs is None:
-                outputs = self._run(mode, key, static_args, args, context)
+            try:
+                outputs = self._replay(own, static_args, stats)
+                if outputs is None:
+                    outputs = self._run(own, static_args)
+            finally:
+                self._inputs.write_back(static_args, args)
             stats.steps += 1
             returned = self._outputs.give((mode, key), outputs, static_args, args)
         if self.recorder is not None and mode is _PIECEWISE and key in self._plans:
@@ -326,72 +330,48 @@ class CompiledGraph:
         with self._one_at_a_time:
             if self._plans.get(key) is not plan:
                 return None
-            outputs = self._run_plan(plan, key, args, ForwardContext(metadata))
             stats = self.stats.at(_PIECEWISE, key)
-            stats.replays += plan.num_replays
+            outputs = self._replay(ForwardContext(metadata, _PIECEWISE, key), args, stats)
+            assert outputs is not None, "the key has a plan"
             stats.steps += 1
             return self._outputs.give((_PIECEWISE, key), outputs, args, args)
 
     def _replay(
-        self,
-        mode: CUDAGraphMode,
-        key: BatchDescriptor,
-        static_args: list[Any],
-        args: Sequence[Any],
-        context: ForwardContext,
+        self, own: ForwardContext, static_args: Sequence[Any], stats: KeyStats
     ) -> Sequence[Any] | None:
         """Replay what the key holds for the whole step; None where that is not ready."""
-        if mode is _FULL:
+        key = own.batch_descriptor
+        assert key is not None
+        outputs: Sequence[Any]
+        if own.cudagraph_runtime_mode is _FULL:
             graph = self._full.graph_to_replay(key)
             if graph is None:
                 return None
             graph.replay()
-            outputs: Sequence[Any] = graph.outputs
-            num_replays = 1
+            outputs, num_replays = graph.outputs, 1
         else:
             plan = self._plans.get(key)
             if plan is None:
                 return None
-            outputs = self._run_plan(plan, key, static_args, context)
+            with enter_forward_context(own):
+                outputs = plan.program(static_args)
             num_replays = plan.num_replays
-        self.stats.at(mode, key).replays += num_replays
-        self._inputs.write_back(static_args, args)
+        stats.replays += num_replays
         return outputs
 
-    def _run_plan(
-        self,
-        plan: ReplayPlan,
-        key: BatchDescriptor,
-        static_args: Sequence[Any],
-        context: ForwardContext,
-    ) -> Sequence[Any]:
-        own = ForwardContext(context.attn_metadata, _PIECEWISE, key, context.extra)
-        with enter_forward_context(own):
-            return plan.program(static_args)
-
-    def _run(
-        self,
-        mode: CUDAGraphMode,
-        key: BatchDescriptor,
-        static_args: list[Any],
-        args: Sequence[Any],
-        context: ForwardContext,
-    ) -> Sequence[Any]:
+    def _run(self, own: ForwardContext, static_args: list[Any]) -> Sequence[Any]:
         """Run the step under its key: warm up, capture or replay, as the wrappers find it."""
-        own = ForwardContext(context.attn_metadata, mode, key, context.extra)
         self._remember(own, static_args)
-        try:
-            with enter_forward_context(own), self._engine.session():
-                outputs: Sequence[Any]
-                if mode is _FULL:
-                    outputs = self._full(*static_args)
-                    return outputs
-                assert self._programs.piecewise is not None
-                outputs = self._programs.piecewise(static_args)
-            self._try_to_plan(key)
-            return outputs
-        finally:
-            self._inputs.write_back(static_args, args)
+        with enter_forward_context(own), self._engine.session():
+            outputs: Sequence[Any]
+            if own.cudagraph_runtime_mode is _FULL:
+                outputs = self._full(*static_args)
+                return outputs
+            assert self._programs.piecewise is not None
+            outputs = self._programs.piecewise(static_args)
+        assert own.batch_descriptor is not None
+        self._try_to_plan(own.batch_descriptor)
+        return outputs
 
     def _try_to_plan(self, key: BatchDescriptor) -> None:
         """Make the key's replay plan once every piece holds its graph."""

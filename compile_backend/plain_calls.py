@@ -77,27 +77,33 @@ class BatchReader:
         Args:
             args: of the call; fake ones have a symbolic number, of which nothing is assumed.
         """
-        for tensor in [args[position] for position in self._tensors]:
-            if tensor.dim() == 2 and tensor.dtype in _INTEGERS:
-                return tensor.shape[0] * tensor.shape[1]
-            if tensor.dim():
-                return tensor.shape[0]
-        return 1
+        first = self._first(args)
+        if first is None:
+            return 1
+        return first.shape[0] * first.shape[1] if _is_ids(first) else first.shape[0]
 
     def num_rows(self, args: Sequence[Any]) -> int | None:
         """Dimension 0 of the first tensor that has one, whatever the batch is described as."""
-        tensors = (args[position] for position in self._tensors)
-        return next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
+        first = self._first(args)
+        return None if first is None else first.shape[0]
 
     def _shape(self, args: Sequence[Any]) -> tuple[int, int, bool]:
-        for position in self._tensors:
-            tensor: torch.Tensor = args[position]
-            if tensor.dim() == 2 and tensor.dtype in _INTEGERS:
-                num_reqs, query_len = tensor.shape
-                return num_reqs * query_len, num_reqs, query_len == self._query_len
-            if tensor.dim():
-                return tensor.shape[0], min(tensor.shape[0], self._max_num_seqs), False
-        return 1, 1, False
+        first = self._first(args)
+        if first is None:
+            return 1, 1, False
+        if _is_ids(first):
+            num_reqs, query_len = first.shape
+            return num_reqs * query_len, num_reqs, query_len == self._query_len
+        return first.shape[0], min(first.shape[0], self._max_num_seqs), False
+
+    def _first(self, args: Sequence[Any]) -> torch.Tensor | None:
+        """The first of the caller's tensors that has a dimension."""
+        return next((args[i] for i in self._tensors if args[i].dim()), None)
+
+
+def _is_ids(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is `[num_reqs, query_len]`."""
+    return tensor.dim() == 2 and tensor.dtype in _INTEGERS
 
 
 _REMEDY = "return a BatchDescriptor(num_tokens, num_reqs, ...) of Python integers and bools"

@@ -282,7 +282,7 @@ class StepInputs:
         return Layout(num_tokens, num_reqs, tensors, places, arrays, rows, block)
 
 
-_DIMS = (Dim.NUM_TOKENS, Dim.NUM_REQS, Dim.NUM_REQS_PLUS_1)
+_DIMS = tuple(Dim)
 
 _NOT_IN_NUMPY = (
     torch.bfloat16,

@@ -19,6 +19,8 @@ from compile_backend.attention.layer import AttentionLayer
 from compile_backend.attention.ops import attention
 from compile_backend.attention.registry import make_backend
 from compile_backend.attention.spec import AttentionSpec, CacheFormat
+from compile_backend.config import CompilationConfig
+from compile_backend.runner import GraphModelRunner
 from compile_backend.runner_batch import Batch
 from compile_backend.step_inputs import Dim, InputSpec
 
@@ -26,10 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from compile_backend.attention.backend import AttentionBackend
-    from compile_backend.runner import GraphModelRunner
 
 HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY, MAX_MODEL_LEN = 4, 2, 16, 37, 48
 BLOCK_SIZE = 4
+SIZES = (1, 2, 4, 8, 16)
+"""To capture, unless a test says otherwise."""
 WIDTH = HEADS * HEAD_SIZE
 SPEC = AttentionSpec(
     num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, scale=HEAD_SIZE**-0.5
@@ -185,3 +188,60 @@ class Loop:
         for request in requests:
             self.tokens[request].append((7 * len(self.tokens[request]) + request) % VOCABULARY)
         return [(request, 1) for request in requests]
+
+
+def make_loop(
+    mode: str | None = "FULL_AND_PIECEWISE",
+    model: PagedToy | None = None,
+    *,
+    called: Any = None,
+    is_compiled: bool = True,
+    compile_options: dict[str, Any] | None = None,
+    builder: AttentionMetadataBuilder | None = None,
+    backend: Any = "sdpa",
+    num_blocks: int = 64,
+    sizes: Sequence[int] = SIZES,
+    limits: tuple[int, int] = (8, 64),
+    query_len: int | None = None,
+    device: str = "cpu",
+    is_captured: bool = True,
+    as_config: bool = False,
+    **options: Any,
+) -> Loop:
+    """A loop over a runner.
+
+    Args:
+        mode: asked for.
+        model: compared with; a new one if None.
+        called: what the runner calls; the model if None, compiled if `is_compiled`.
+        is_compiled: see `called`.
+        compile_options: of `torch.compile`.
+        builder: of attention; with `backend` and `num_blocks` if None.
+        backend: see `make_builder`.
+        num_blocks: likewise.
+        sizes: to capture.
+        limits: most requests and most tokens of a batch.
+        query_len: of uniform decode batches.
+        device: where a new model is, and the runner.
+        is_captured: whether to capture.
+        as_config: whether options are given as a config.
+        **options: of the runner.
+    """
+    model = model or PagedToy().to(device)
+    if called is None:
+        called = compiled(model, **(compile_options or {})) if is_compiled else model
+    asked = {"cudagraph_mode": mode, "cudagraph_capture_sizes": list(sizes), **options}
+    runner = GraphModelRunner(
+        called,
+        CompilationConfig.from_options(asked) if as_config else asked,
+        input_spec=INPUTS,
+        output_shape=(Dim.NUM_REQS,),
+        max_num_seqs=limits[0],
+        max_num_batched_tokens=limits[1],
+        uniform_decode_query_len=query_len,
+        metadata_builder=builder or make_builder(model, num_blocks, backend),
+        device=device,
+    )
+    if is_captured:
+        runner.capture(progress=False)
+    return Loop(model, runner, num_blocks)

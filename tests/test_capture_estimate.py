@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_runner import make_loop
+from paged_toy import make_loop
 
 from compile_backend import BatchDescriptor, CaptureError, CUDAGraphMode
 from compile_backend.capture_estimate import SAMPLE, extrapolate

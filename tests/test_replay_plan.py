@@ -11,7 +11,7 @@ import pytest
 import torch
 import toy
 import transformers
-from paged_toy import INPUTS, VOCABULARY, Loop, PagedToy, make_builder
+from paged_toy import VOCABULARY, Loop, PagedToy, make_loop
 from paged_toy import compiled as compiled_toy
 from toy import PIECEWISE, VARIANTS, WIDTH, Twin, rows, toy_model
 
@@ -122,19 +122,7 @@ def test_only_ops_of_this_package_are_called_past_the_dispatcher():
 
 
 def run_of(call: Any, model: PagedToy, mode: str = "PIECEWISE") -> Loop:
-    """A loop with its graphs captured."""
-    runner = GraphModelRunner(
-        call,
-        {"cudagraph_mode": mode, "cudagraph_capture_sizes": [4, 8]},
-        input_spec=INPUTS,
-        output_shape=(Dim.NUM_REQS,),
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-        metadata_builder=make_builder(model),
-        device="cpu",
-    )
-    runner.capture(progress=False)
-    return Loop(model, runner)
+    return make_loop(mode, model, called=call, sizes=[4, 8], limits=(4, 16))
 
 
 def known_steps(loop: Loop) -> int:

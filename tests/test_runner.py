@@ -11,7 +11,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged_toy import INPUTS, MAX_MODEL_LEN, SPEC, Loop, PagedToy, compiled, make_builder
+from paged_toy import (
+    INPUTS,
+    MAX_MODEL_LEN,
+    SIZES,
+    SPEC,
+    Loop,
+    PagedToy,
+    make_builder,
+    make_loop,
+)
 
 from compile_backend import AttentionCGSupport, CaptureError, ConfigError, CUDAGraphMode, stats
 from compile_backend.attention.sdpa import SdpaAttention
@@ -22,39 +31,6 @@ from compile_backend.step_inputs import Dim, InputSpec
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
-SIZES = [1, 2, 4, 8, 16]
-
-
-def make_loop(
-    mode: str | None,
-    *,
-    is_compiled: bool = True,
-    sizes: list[int] | None = None,
-    num_blocks: int = 64,
-    query_len: int = 1,
-    backend: Any = "sdpa",
-    limit: int = 64,
-    seed: int = 0,
-    device: str = "cpu",
-    is_captured: bool = True,
-    **options: Any,
-) -> Loop:
-    model = PagedToy(seed=seed).to(device)
-    asked = {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes or SIZES, **options}
-    runner = GraphModelRunner(
-        compiled(model) if is_compiled else model,
-        asked,
-        input_spec=INPUTS,
-        output_shape=(Dim.NUM_REQS,),
-        max_num_seqs=8,
-        max_num_batched_tokens=limit,
-        uniform_decode_query_len=query_len,
-        metadata_builder=make_builder(model, num_blocks, backend),
-        device=device,
-    )
-    if is_captured:
-        runner.capture(progress=False)
-    return Loop(model, runner, num_blocks)
 
 
 # prefill of 5, prefill of 11, mixed of 1 + 3, decode of 3, decode of 2, too large a prefill
@@ -264,7 +240,7 @@ def _shared_loop() -> Loop:
 
 
 def test_limits_that_are_no_capture_size() -> None:
-    loop = make_loop("FULL_AND_PIECEWISE", sizes=[4, 16], limit=13)
+    loop = make_loop("FULL_AND_PIECEWISE", sizes=[4, 16], limits=(8, 13))
     request = loop.add(range(13))
     loop.step([(request, 13)])
     assert loop.ran() == {"PIECEWISE": [16]}
@@ -281,7 +257,7 @@ def test_a_cache_with_fewer_rows_than_the_largest_size() -> None:
 
 
 def test_sizes_that_no_batch_of_legal_requests_can_fill() -> None:
-    loop = make_loop("FULL", sizes=[8, 500], limit=500)  # 8 requests of at most 48 tokens
+    loop = make_loop("FULL", sizes=[8, 500], limits=(8, 500))  # 8 requests of at most 48 tokens
     request = loop.add(range(9))
     loop.step([(request, 9)])
     assert loop.ran() == {"FULL": [500]}
@@ -348,7 +324,8 @@ def test_python_around_attention_runs_when_full_is_not_allowed() -> None:
 
 
 def test_two_runners_with_query_lengths_of_their_own() -> None:
-    target, drafter = make_loop("FULL_AND_PIECEWISE", query_len=4), make_loop("FULL", seed=3)
+    target = make_loop("FULL_AND_PIECEWISE", query_len=4)
+    drafter = make_loop("FULL", PagedToy(seed=3))
     long, short = target.add(range(12)), drafter.add(range(6))
     target.step([(long, 4)])
     drafter.step([(short, 4)])
@@ -565,7 +542,7 @@ def test_who_prepares_for_a_graph_finds_a_legal_batch_in_its_tensors() -> None:
     loop.step([(request, 7)])
     loop.step([(request, 1)], extra=("a key that is not in the plan",))
     loop.step([(request, 1)])
-    assert sorted(set(seen)) == SIZES
+    assert sorted(set(seen)) == list(SIZES)
 
 
 def test_models_without_attention_need_no_builder() -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from paged_toy import (
     HEAD_SIZE,
-    INPUTS,
     KV_HEADS,
     MAX_MODEL_LEN,
     SPEC,
@@ -21,12 +20,12 @@ from paged_toy import (
     PagedToy,
     compiled,
     make_builder,
+    make_loop,
 )
 
 from compile_backend import (
     AttentionCGSupport,
     Batch,
-    CompilationConfig,
     CUDAGraphMode,
     Dim,
     GraphModelRunner,
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 BOTH = "FULL_AND_PIECEWISE"
-SIZES = [1, 2, 4, 8, 16]
 CPU = torch.device("cpu")
 CACHE = CacheFormat(block_size=4, dtype=torch.float32, max_model_len=MAX_MODEL_LEN)
 ROWS = (InputSpec("x", (Dim.NUM_TOKENS, 3), torch.float32),)
@@ -62,40 +60,6 @@ def quick_collections() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-def loop_of(
-    mode: str = BOTH,
-    model: PagedToy | None = None,
-    *,
-    called: Any = None,
-    builder: Any = None,
-    backend: Any = "sdpa",
-    sizes: list[int] | None = None,
-    is_captured: bool = True,
-    num_blocks: int = 64,
-    as_config: bool = False,
-    compile_options: dict[str, Any] | None = None,
-    limits: tuple[int, int] = (8, 64),
-    query_len: int | None = None,
-    **options: Any,
-) -> Loop:
-    model = model or PagedToy()
-    asked = {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes or SIZES, **options}
-    runner = GraphModelRunner(
-        compiled(model, **(compile_options or {})) if called is None else called,
-        CompilationConfig.from_options(asked) if as_config else asked,
-        input_spec=INPUTS,
-        output_shape=(Dim.NUM_REQS,),
-        max_num_seqs=limits[0],
-        max_num_batched_tokens=limits[1],
-        uniform_decode_query_len=query_len,
-        metadata_builder=builder or make_builder(model, num_blocks, backend),
-        device="cpu",
-    )
-    if is_captured:
-        runner.capture(progress=False)
-    return Loop(model, runner, num_blocks)
 
 
 def serve(loop: Loop) -> dict[str, list[int]]:
@@ -151,7 +115,7 @@ def test_a_capture_that_a_model_interrupts_can_be_made_again(mode: str, call: in
                 raise RuntimeError("out of luck")
             super().forward(*args)
 
-    loop = loop_of(mode, backend=lambda _: Failing(SPEC, CACHE, CPU), is_captured=False)
+    loop = make_loop(mode, backend=lambda _: Failing(SPEC, CACHE, CPU), is_captured=False)
     assert "not yet" in str(loop.runner.report())
     with pytest.raises(RuntimeError, match="out of luck"):
         loop.runner.capture(progress=False)
@@ -166,7 +130,7 @@ def test_a_capture_that_a_model_interrupts_can_be_made_again(mode: str, call: in
 
 @pytest.mark.parametrize("again", ["capture", "recapture"])
 def test_captures_in_the_middle_of_serving_keep_what_caches_hold(again: str) -> None:
-    loop = loop_of()
+    loop = make_loop()
     request = loop.add(range(3, 20))
     loop.step([(request, 6)])
     loop.step([(request, 1)])
@@ -177,7 +141,7 @@ def test_captures_in_the_middle_of_serving_keep_what_caches_hold(again: str) -> 
 
 
 def test_weights_bound_anew_between_making_a_runner_and_its_capture() -> None:
-    loop = loop_of(is_captured=False)
+    loop = make_loop(is_captured=False)
     state = {name: value * 1.5 for name, value in loop.model.state_dict().items()}
     loop.model.load_state_dict(state, assign=True)
     loop.runner.capture(progress=False)
@@ -188,7 +152,7 @@ def test_weights_bound_anew_between_making_a_runner_and_its_capture() -> None:
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_weights_that_are_tied_assigned_or_merged_in_place(mode: str) -> None:
-    loop = loop_of(mode)
+    loop = make_loop(mode)
     model = loop.model
     request = loop.add(range(9))
 
@@ -233,7 +197,7 @@ def test_weights_that_are_tied_assigned_or_merged_in_place(mode: str) -> None:
     ids="+".join,
 )
 def test_options_of_torch_compile_do_not_change_what_a_runner_was_told(options: Any) -> None:
-    loop = loop_of(compile_options=options)
+    loop = make_loop(compile_options=options)
     assert serve(loop) == SERVED[BOTH]
     assert stats(loop.runner.model).total("captures") == 15
     assert stats(loop.runner.model).total("replays") == 9
@@ -244,7 +208,7 @@ def test_options_of_torch_compile_do_not_change_what_a_runner_was_told(options: 
     [({"debug": "verify"}, False), ({"debug": "addresses"}, True), ({"strict": True}, True)],
 )
 def test_checks_find_nothing_in_right_steps(options: Any, as_config: bool) -> None:
-    loop = loop_of(compile_options=options, as_config=as_config, **options)
+    loop = make_loop(compile_options=options, as_config=as_config, **options)
     assert serve(loop) == SERVED[BOTH]
 
 
@@ -261,7 +225,7 @@ def test_verify_finds_attention_that_reads_the_step_from_python() -> None:
 
     from compile_backend import CaptureError
 
-    loop = loop_of("FULL", backend=lambda _: Stale(SPEC, CACHE, CPU), debug="verify")
+    loop = make_loop("FULL", backend=lambda _: Stale(SPEC, CACHE, CPU), debug="verify")
     request = loop.add([1, 2])
     with pytest.raises(CaptureError, match="verify: the whole model"):
         loop.runner.run(loop.batch([(request, 1)]))
@@ -274,7 +238,8 @@ def test_two_runners_of_one_compiled_model_take_turns() -> None:
     model = PagedToy()
     called, builder = compiled(model), make_builder(model)
     loops = [
-        loop_of(model=model, called=called, builder=builder, limits=(seqs, 64)) for seqs in (8, 4)
+        make_loop(model=model, called=called, builder=builder, limits=(seqs, 64))
+        for seqs in (8, 4)
     ]
     loops[1].used = 24
     requests = [loop.add(range(3 * i, 3 * i + 14)) for i, loop in enumerate(loops)]
@@ -304,7 +269,7 @@ def test_plain_calls_and_a_runner_of_one_compiled_model_take_turns() -> None:
 
 
 def test_steps_from_another_thread_than_the_capture() -> None:
-    loop = loop_of()
+    loop = make_loop()
     served: list[dict[str, list[int]]] = []
     thread = threading.Thread(target=lambda: served.append(serve(loop)))
     thread.start()
@@ -322,7 +287,7 @@ def test_a_step_that_attention_interrupts_can_be_run_again(mode: str) -> None:
                 raise RuntimeError("out of luck")
             super().forward(*args)
 
-    loop = loop_of(mode, backend=lambda _: Failing(SPEC, CACHE, CPU))
+    loop = make_loop(mode, backend=lambda _: Failing(SPEC, CACHE, CPU))
     request = loop.add(range(9))
     loop.step([(request, 3)])
     fail.extend([0, 1])  # the second layer
@@ -341,7 +306,7 @@ def test_an_error_at_one_size_names_itself() -> None:
             super().forward(query, *args)
 
     with pytest.raises(NotImplementedError, match="no kernel for 4 tokens"):
-        loop_of(backend=lambda _: NoKernel(SPEC, CACHE, CPU))
+        make_loop(backend=lambda _: NoKernel(SPEC, CACHE, CPU))
 
 
 @pytest.mark.parametrize("mode", ["FULL", "NONE"])
@@ -357,7 +322,7 @@ def test_gradients_are_off_whatever_inputs_and_caller_say(mode: str) -> None:
 
 
 def test_arrays_that_the_engine_overwrites_after_each_step() -> None:
-    loop = loop_of()
+    loop = make_loop()
     requests = loop.add(range(20)), loop.add(range(5, 20))
     reused = np.zeros(2, np.int32), np.zeros(2, np.int32), np.zeros((2, 12), np.int32)
     for counts in ((3, 2), (1, 1), (1, 1), (1, 7), (1, 1), (1, 1)):
@@ -395,7 +360,7 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
 
 
 def test_batches_of_any_kind_of_integers_with_and_without_slots() -> None:
-    loop = loop_of()
+    loop = make_loop()
     requests = loop.add(range(9)), loop.add(range(5, 14))
     steps = 0
     for as_kind in _KINDS.values():
@@ -440,7 +405,7 @@ class Counting(PagedToy):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_state_changes_once_a_step_and_once_a_warm_up(mode: str) -> None:
-    loop = loop_of(mode, Counting())
+    loop = make_loop(mode, Counting())
     warm_ups = {"NONE": 0, "FULL_DECODE_ONLY": 4, BOTH: 9}.get(mode, 5)
     assert int(loop.model.steps) == 1 + warm_ups
     serve(loop)
@@ -496,7 +461,7 @@ def test_a_kept_clone_outlives_and_an_output_is_overwritten() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_models_of_another_dtype(dtype: torch.dtype) -> None:
-    loop = loop_of(model=PagedToy().to(dtype))
+    loop = make_loop(model=PagedToy().to(dtype))
     request = loop.add(range(9))
     for count in (5, 1, 3):
         logits = loop.runner.run(loop.batch([(request, count)]))
@@ -513,7 +478,7 @@ def test_control_flow_that_depends_on_the_size() -> None:
             logits = super().forward(tokens, positions, last)
             return logits if tokens.shape[0] > 8 else logits * 1.0
 
-    assert serve(loop_of(model=Branching())) == SERVED[BOTH]
+    assert serve(make_loop(model=Branching())) == SERVED[BOTH]
 
 
 # --- limits ---
@@ -530,7 +495,7 @@ def test_control_flow_that_depends_on_the_size() -> None:
     ],
 )
 def test_limits_and_sizes_that_do_not_fit(limits: Any, sizes: list[int], expected: Any) -> None:
-    loop = loop_of(limits=limits, sizes=sizes)
+    loop = make_loop(limits=limits, sizes=sizes)
     requests = [loop.add(range(i, i + 9)) for i in range(2)]
     loop.step([(requests[0], min(5, limits[1]))])
     loop.step([(requests[0], 1)])
@@ -544,7 +509,7 @@ def test_limits_and_sizes_that_do_not_fit(limits: Any, sizes: list[int], expecte
 
 @pytest.mark.parametrize("mode", [BOTH, "FULL", "NONE"])
 def test_a_batch_of_exactly_the_limits_and_an_empty_one(mode: str) -> None:
-    loop = loop_of(mode, limits=(8, 16))
+    loop = make_loop(mode, limits=(8, 16))
     requests = [loop.add(range(i, i + 9)) for i in range(8)]
     loop.step([(request, 2) for request in requests])
     nobody = Batch(
@@ -582,7 +547,7 @@ def test_requests_as_long_as_may_be_in_caches_full_of_nan(
         for name in model.layer_names
     }
     builder = AttentionMetadataBuilder(layers, cache, num_blocks)
-    loop = loop_of(mode, model, called=model if mode == "FULL" else None, builder=builder)
+    loop = make_loop(mode, model, called=model if mode == "FULL" else None, builder=builder)
     width = cache.max_blocks_per_req
     loop.tokens = [[(7 * i + 3) % VOCABULARY for i in range(max_model_len + 1)]]
     loop.done, loop.blocks = [0], [list(range(num_blocks))[::-1][:width]]
@@ -595,7 +560,7 @@ def test_requests_as_long_as_may_be_in_caches_full_of_nan(
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", BOTH])
 def test_requests_that_share_a_prefix_and_one_that_is_forked(mode: str) -> None:
-    loop = loop_of(mode)
+    loop = make_loop(mode)
     prefix = list(range(8))
     origin = loop.add([*prefix, 20, 21])
     loop.step([(origin, 8)])
@@ -618,7 +583,7 @@ def test_requests_that_share_a_prefix_and_one_that_is_forked(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY", BOTH])
 def test_guesses_of_which_some_requests_have_fewer(mode: str) -> None:
-    loop = loop_of(mode, query_len=3, sizes=[1, 2, 4, 8, 12, 24])
+    loop = make_loop(mode, query_len=3, sizes=[1, 2, 4, 8, 12, 24])
     requests = [loop.add([(5 * i + j) % VOCABULARY for j in range(30)]) for i in range(4)]
     for counts in ((4, 4, 4, 4), (3, 1), (1, 5), (2, 3, 4), (3, 3, 3), (1, 1, 1), (6,), (3,)):
         loop.step(list(zip(requests, counts, strict=False)))
@@ -632,7 +597,7 @@ def test_guesses_of_which_some_requests_have_fewer(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_never_goes_above_its_highest_mode(mode: str) -> None:
-    loop = loop_of(mode)
+    loop = make_loop(mode)
     requests = [loop.add(range(i, i + 30)) for i in range(2)]
     asked = CUDAGraphMode[mode]
     pieces = PIECEWISE if asked.mixed_mode() is PIECEWISE else NONE
@@ -746,7 +711,7 @@ def test_a_builder_of_ones_own_plans_before_every_replay_with_true_lengths() -> 
 
 def test_mixed_batches_write_their_own_rows_of_the_cache_only() -> None:
     """A mixed step of 5 tokens at FULL, after larger ones of either kind (P9)."""
-    loop = loop_of("FULL")
+    loop = make_loop("FULL")
     requests = [loop.add([(i + j) % VOCABULARY for j in range(9)]) for i in range(5)]
     loop.step([(request, 3) for request in requests])
     loop.step([(request, 1) for request in requests])
@@ -765,7 +730,7 @@ def test_mixed_batches_write_their_own_rows_of_the_cache_only() -> None:
 
 
 def test_a_refused_step_leaves_the_cache_and_the_next_step_alone() -> None:
-    loop = loop_of()
+    loop = make_loop()
     requests = [loop.add(range(i, i + 9)) for i in range(2)]
     loop.step([(request, 2) for request in requests])
     batch = loop.batch([(request, 1) for request in requests])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged_toy import INPUTS, Loop, PagedToy, compiled, make_builder
+from paged_toy import PagedToy, make_loop
 
 from compile_backend import (
     Batch,
@@ -165,26 +165,11 @@ def test_nothing_runs_after_a_capture_that_failed() -> None:
         runner.run(batch(4))
 
 
-def paged(model: torch.nn.Module, toy: PagedToy, mode: str = "FULL_AND_PIECEWISE") -> Loop:
-    runner = GraphModelRunner(
-        model,
-        {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8]},
-        input_spec=INPUTS,
-        output_shape=(Dim.NUM_REQS,),
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        metadata_builder=make_builder(toy),
-        device="cpu",
-    )
-    runner.capture(progress=False)
-    return Loop(toy, runner)
-
-
 @pytest.mark.parametrize("around_capture", [False, True])
 def test_inference_mode_changes_neither_results_nor_graphs(*, around_capture: bool) -> None:
     toy = PagedToy()
     with torch.inference_mode(around_capture):
-        loop = paged(compiled(toy), toy)
+        loop = make_loop(model=toy, sizes=[1, 2, 4, 8])
     request = loop.add([1, 2, 3, 4])
     with torch.inference_mode(not around_capture):
         loop.step([(request, 3)])
@@ -202,7 +187,7 @@ def test_a_break_of_the_graph_keeps_results_right() -> None:
             return super().forward(tokens, positions, last)
 
     toy = Broken()
-    loop = paged(compiled(toy), toy)
+    loop = make_loop(model=toy, sizes=[1, 2, 4, 8])
     request = loop.add([1, 2, 3, 4])
     loop.step([(request, 3)])
     loop.step([(request, 1)])
@@ -211,7 +196,7 @@ def test_a_break_of_the_graph_keeps_results_right() -> None:
 def test_a_model_that_dynamo_leaves_alone_is_told(caplog: pytest.LogCaptureFixture) -> None:
     toy = PagedToy()
     with caplog.at_level(logging.WARNING), torch.compiler.set_stance("force_eager"):
-        loop = paged(compiled(toy), toy, "FULL")
+        loop = make_loop("FULL", toy, sizes=[1, 2, 4, 8])
         request = loop.add([1, 2, 3])
         loop.step([(request, 3)])
     assert sum("was not compiled" in record.message for record in caplog.records) == 1
@@ -219,7 +204,7 @@ def test_a_model_that_dynamo_leaves_alone_is_told(caplog: pytest.LogCaptureFixtu
 
 def test_recapture_sees_a_module_that_was_replaced() -> None:
     toy = PagedToy()
-    loop = paged(toy, toy, "FULL")
+    loop = make_loop("FULL", toy, is_compiled=False, sizes=[1, 2, 4, 8])
     torch.manual_seed(5)
     toy.out[1] = torch.nn.Linear(*toy.out[1].weight.shape)
     loop.runner.recapture(progress=False)
@@ -246,7 +231,7 @@ def test_numbers_of_attention_that_would_lose_something_are_refused(
     field: str, value: Any, message: str
 ) -> None:
     toy = PagedToy()
-    loop = paged(toy, toy, "FULL")
+    loop = make_loop("FULL", toy, is_compiled=False, sizes=[1, 2, 4, 8])
     request = loop.add([1, 2])
     work = loop.batch([(request, 2)])
     setattr_frozen(work.attention, field, value)

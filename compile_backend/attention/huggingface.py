@@ -6,6 +6,7 @@ attention finds the requests in the forward context.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from compile_backend.errors import ConfigError
 from compile_backend.step_inputs import Dim, InputSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Hashable, Iterator, Mapping
 
     from compile_backend.attention.backend import AttentionBackend
 
@@ -134,33 +135,66 @@ def paged_model(
         keys, values = (torch.zeros(shape, dtype=cache.dtype, device=device) for _ in range(2))
         layers[name] = AttentionLayer(name, backends[chosen, spec], LayerCache(keys, values))
     builder = AttentionMetadataBuilder(layers, cache, num_blocks)
-    AttentionInterface.register(INTERFACE, _paged_attention)
+    AttentionInterface.register(INTERFACE, attention_interface(attention))
     model.set_attn_implementation(INTERFACE)  # type: ignore[operator]
     return PagedModel(CausalLM(model), builder, cache, num_blocks)
 
 
-def _paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls: `query` is `[1, heads, num_tokens, head_size]`, and so on."""
-    del attention_mask
-    query, key, value = (item[0].transpose(0, 1) for item in (query, key, value))
-    output = torch.empty(
-        (query.shape[0], query.shape[1], value.shape[2]), dtype=query.dtype, device=query.device
-    )
-    attention(query, key, value, output, str(module.layer_idx))
-    return output.unsqueeze(0), None
+def attention_interface(attend: Callable[..., None]) -> Callable[..., Any]:
+    """What transformers calls for attention, around one that writes into a buffer.
+
+    Args:
+        attend: called with query, key, value and output, `[num_tokens, heads, head_size]` each,
+            and the layer's name.
+    """
+
+    def interface(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        # Each is `[1, heads, num_tokens, head_size]`.
+        del attention_mask
+        query, key, value = (item[0].transpose(0, 1) for item in (query, key, value))
+        output = torch.empty(
+            (query.shape[0], query.shape[1], value.shape[2]),
+            dtype=query.dtype,
+            device=query.device,
+        )
+        attend(query, key, value, output, str(module.layer_idx))
+        return output.unsqueeze(0), None
+
+    return interface
+
+
+@contextlib.contextmanager
+def attention_through(
+    model: torch.nn.Module, name: str, interface: Callable[..., Any]
+) -> Iterator[None]:
+    """Have a model call another attention; a model that is refused still runs as before.
+
+    Args:
+        model: of transformers.
+        name: under which transformers will know the interface.
+        interface: what it calls.
+    """
+    from transformers import AttentionInterface
+
+    set_implementation: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
+    before = str(model.config._attn_implementation)  # type: ignore[union-attr]  # noqa: SLF001
+    AttentionInterface.register(name, interface)
+    set_implementation(name)
+    try:
+        yield
+    finally:
+        set_implementation(before)
 
 
 def _probe(model: torch.nn.Module) -> tuple[Mapping[str, AttentionSpec], torch.dtype]:
     """What each attention layer computes, and in which dtype, from a run of one token."""
-    from transformers import AttentionInterface
-
     specs: dict[str, AttentionSpec] = {}
     dtypes: list[torch.dtype] = []
 
@@ -190,14 +224,8 @@ def _probe(model: torch.nn.Module) -> tuple[Mapping[str, AttentionSpec], torch.d
         dtypes.append(value.dtype)
         return torch.zeros_like(query).transpose(1, 2), None
 
-    AttentionInterface.register(_PROBE, record)
-    set_implementation: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
-    before = str(model.config._attn_implementation)  # type: ignore[union-attr]  # noqa: SLF001
-    set_implementation(_PROBE)
-    try:
+    with attention_through(model, _PROBE, record):
         are_mixed = _mixes_tokens(model)
-    finally:  # a model that is refused still runs as before
-        set_implementation(before)
     if not specs:
         raise ConfigError(
             "model",

@@ -14,7 +14,7 @@ import torch
 
 from compile_backend.backend import cudagraph_modes, stats
 from compile_backend.bench.paged_batches import decode
-from compile_backend.bench.paged_ways import make_runner, on_paged_cache
+from compile_backend.bench.paged_ways import on_paged_cache, runner_of_all_sizes
 from compile_backend.bench.request import OURS, PAGED, STATIC
 from compile_backend.bench.rounds import Clock
 from compile_backend.bench.shapes import SHAPES, make_model
@@ -50,15 +50,7 @@ def _paged(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
     shape, options = SHAPES[asked["shape"]], asked["options"]
     paged = on_paged_cache(model, shape, asked["attention"])
     compiled = torch.compile(paged.module, backend=cudagraph_modes, options=options)
-    runner = make_runner(
-        compiled,
-        paged,
-        asked["mode"],
-        options=options,
-        sizes=None if "cudagraph_capture_sizes" in options else shape.capture_sizes,
-        max_num_seqs=shape.max_num_seqs,
-        max_num_tokens=shape.max_num_tokens,
-    )
+    runner = runner_of_all_sizes(compiled, paged, asked["mode"], shape, options=options)
 
     def first() -> None:
         runner.capture(progress=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -59,7 +59,9 @@ def decode(shape: Shape, num_reqs: int) -> Work:
             "position_ids": np.full((1, num_reqs), shape.context),
             "logits_indices": np.arange(num_reqs),
         },
-        attention=_attention(np.full(num_reqs, shape.context + 1, np.int32), table, shape.context),
+        attention=AttentionBatch(
+            seq_lens=np.full(num_reqs, shape.context + 1, np.int32), block_table=table
+        ),
     )
     return Work(f"decode {num_reqs}", batch, is_decode=True)
 
@@ -74,17 +76,6 @@ def prefill(num_tokens: int) -> Work:
             "position_ids": np.arange(num_tokens)[None],
             "logits_indices": np.array([num_tokens - 1]),
         },
-        attention=_attention(np.array([num_tokens], np.int32), table, 0),
+        attention=AttentionBatch(seq_lens=np.array([num_tokens], np.int32), block_table=table),
     )
     return Work(f"prefill {num_tokens}", batch, is_decode=False)
-
-
-def _attention(
-    seq_lens: npt.NDArray[np.int32], table: npt.NDArray[Any], first: int
-) -> AttentionBatch:
-    positions = [np.arange(first, seq_len) for seq_len in seq_lens]
-    slots = [
-        row[at // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + at % BLOCK_SIZE
-        for row, at in zip(table, positions, strict=True)
-    ]
-    return AttentionBatch(seq_lens=seq_lens, block_table=table, slot_mapping=np.concatenate(slots))

@@ -14,6 +14,7 @@ import torch
 from compile_backend.backend import cudagraph_modes, reset, stats
 from compile_backend.bench.breakable import captured_with_breaks
 from compile_backend.bench.by_hand import captured_by_hand
+from compile_backend.bench.fresh_start import give_memory_back
 from compile_backend.bench.paged_batches import Work, all_works
 from compile_backend.bench.paged_ways import (
     capture_figures,
@@ -21,6 +22,7 @@ from compile_backend.bench.paged_ways import (
     on_paged_cache,
     ran_at,
     run_at,
+    runner_of_all_sizes,
     step_outside_a_runner,
 )
 from compile_backend.bench.request import BREAKABLE, BY_HAND, EAGER, OURS, PAGED
@@ -179,22 +181,14 @@ class PagedBench:
         for mode in (mode for mode in self._request.modes if mode != NONE.name):
             with keeping(self._failures, f"paged | capture of all sizes | {mode}"):
                 reset(self._compiled)
-                gc.collect()
-                if self._model.device.type == "cuda":
-                    torch.cuda.empty_cache()
+                give_memory_back(self._model.device)
                 found[mode] = self._capture(paged, mode)
         return found
 
     def _capture(self, paged: PagedModel, mode: str) -> dict[str, Any]:
-        shape, options = self._request.shape, self._request.options
-        runner = make_runner(
-            self._compiled,
-            paged,
-            mode,
-            options=options,
-            sizes=None if "cudagraph_capture_sizes" in options else shape.capture_sizes,
-            max_num_seqs=shape.max_num_seqs,
-            max_num_tokens=shape.max_num_tokens,
+        request = self._request
+        runner = runner_of_all_sizes(
+            self._compiled, paged, mode, request.shape, options=request.options
         )
         start = time.perf_counter()
         with self._watch.phase(f"capture all sizes, {mode}"):

@@ -80,6 +80,26 @@ def make_runner(
     )
 
 
+def runner_of_all_sizes(
+    run: Callable[..., Any],
+    paged: PagedModel,
+    mode: str,
+    shape: Shape,
+    *,
+    options: Mapping[str, Any],
+) -> GraphModelRunner:
+    """A runner with the sizes of the options, or else all those of a shape; see `make_runner`."""
+    return make_runner(
+        run,
+        paged,
+        mode,
+        options=options,
+        sizes=None if "cudagraph_capture_sizes" in options else shape.capture_sizes,
+        max_num_seqs=shape.max_num_seqs,
+        max_num_tokens=shape.max_num_tokens,
+    )
+
+
 def run_at(runner: GraphModelRunner, work: Work, highest: CUDAGraphMode | None = None) -> Step:
     """A step of a runner, at no higher mode than this."""
     return lambda: runner.run(work.batch, highest_mode=highest)

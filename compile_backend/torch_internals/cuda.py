@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,6 +137,7 @@ def tensor_handles(tensors: Sequence[torch.Tensor | None]) -> TensorHandles | No
     return TensorHandles([None if item is None else next(made) for item in tensors], *functions)
 
 
+@functools.cache
 def launch_functions() -> list[int] | None:
     """Addresses of what a bare replay calls; None where this torch or the driver lacks one.
 
@@ -153,6 +155,7 @@ def launch_functions() -> list[int] | None:
     return [*from_torch, *stream, _address(driver.cuGraphLaunch)]
 
 
+@functools.cache
 def _stable_functions(*names: str, library: str = "libtorch_cpu.so") -> list[int] | None:
     """Addresses of functions of torch's stable C interface; None unless it has all of them."""
     path = Path(torch.__file__).parent / "lib" / library
