@@ -95,49 +95,69 @@ static inline void fill_row(char *to, int itemsize, npy_intp num, int64_t number
 
 /* --- a step's batch ----------------------------------------------------------------------- */
 
-/* count_tokens(query_lens, query_len) -> (number of tokens, whether all have query_len) | None */
-static PyObject *count_tokens(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+/* The tokens of a batch, and whether all requests have query_len; false if it is not plain. */
+static int count(PyObject *query_lens, long query_len, int64_t *num_tokens, int *is_uniform)
 {
-    PyArrayObject *lens = num_args == 2 ? integers(args[0], 1) : NULL;
+    PyArrayObject *lens = integers(query_lens, 1);
     npy_intp num_reqs = lens == NULL ? 0 : PyArray_DIM(lens, 0);
     if (num_reqs == 0) {
-        Py_RETURN_NONE;
-    }
-    long query_len = PyLong_AsLong(args[1]);
-    if (query_len == -1 && PyErr_Occurred()) {
-        return NULL;
+        return 0;
     }
     const char *place = PyArray_BYTES(lens);
     npy_intp stride = PyArray_STRIDE(lens, 0);
     int itemsize = (int)PyArray_ITEMSIZE(lens);
-    int64_t num_tokens = 0;
-    int is_uniform = 1;
+    *num_tokens = 0;
+    *is_uniform = 1;
     for (npy_intp r = 0; r < num_reqs; r++, place += stride) {
         int64_t len = at(place, itemsize);
         if (len < 1 || len > INT32_MAX) {
-            Py_RETURN_NONE;
+            return 0;
         }
-        num_tokens += len;
-        is_uniform &= len == query_len;
+        *num_tokens += len;
+        *is_uniform &= len == query_len;
+    }
+    return 1;
+}
+
+/* count_tokens(query_lens, query_len) -> (number of tokens, whether all have query_len) | None */
+static PyObject *count_tokens(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    int64_t num_tokens;
+    int is_uniform;
+    long query_len = num_args == 2 ? PyLong_AsLong(args[1]) : 0;
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (num_args != 2 || !count(args[0], query_len, &num_tokens, &is_uniform)) {
+        Py_RETURN_NONE;
     }
     return Py_BuildValue("LO", (long long)num_tokens, is_uniform ? Py_True : Py_False);
+}
+
+/* Whether every request is longer than what a step adds; -1 if they are not plain. */
+static int are_longer(PyObject *seq_lens, PyObject *query_lens)
+{
+    PyArrayObject *seqs = integers(seq_lens, 1), *queries = integers(query_lens, 1);
+    if (seqs == NULL || queries == NULL || PyArray_DIM(seqs, 0) != PyArray_DIM(queries, 0)) {
+        return -1;
+    }
+    int seq_size = (int)PyArray_ITEMSIZE(seqs), query_size = (int)PyArray_ITEMSIZE(queries);
+    for (npy_intp r = 0; r < PyArray_DIM(seqs, 0); r++) {
+        if (at(PyArray_GETPTR1(seqs, r), seq_size) <= at(PyArray_GETPTR1(queries, r), query_size)) {
+            return 0;
+        }
+    }
+    return 1;
 }
 
 /* all_longer(seq_lens, query_lens) -> whether each is | None */
 static PyObject *all_longer(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
-    PyArrayObject *seqs = num_args == 2 ? integers(args[0], 1) : NULL;
-    PyArrayObject *queries = num_args == 2 ? integers(args[1], 1) : NULL;
-    if (seqs == NULL || queries == NULL || PyArray_DIM(seqs, 0) != PyArray_DIM(queries, 0)) {
+    int known = num_args == 2 ? are_longer(args[0], args[1]) : -1;
+    if (known < 0) {
         Py_RETURN_NONE;
     }
-    int seq_size = (int)PyArray_ITEMSIZE(seqs), query_size = (int)PyArray_ITEMSIZE(queries);
-    for (npy_intp r = 0; r < PyArray_DIM(seqs, 0); r++) {
-        if (at(PyArray_GETPTR1(seqs, r), seq_size) <= at(PyArray_GETPTR1(queries, r), query_size)) {
-            Py_RETURN_FALSE;
-        }
-    }
-    Py_RETURN_TRUE;
+    return PyBool_FromLong(known);
 }
 
 /* The rows of a value, `size` of them in dimension `axis`, and behind them the padding. */
@@ -176,24 +196,21 @@ static int put(PyObject *held_object, long axis, PyObject *value_object, npy_int
     return 1;
 }
 
-/* put_inputs(rows, num_rows, values, num_tokens, num_reqs) -> how many of the rows were put
+/* Put the values of the first rows; how many were put, up to the first that is not plain.
  *
  * A row is (name, target, axis, whether it changes with tokens (0), requests (1) or requests + 1
- * (2), pad); values are a dict. It stops at the first value that is not plain.
+ * (2), pad).
  */
-static PyObject *put_inputs(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+static Py_ssize_t put_rows(PyObject *rows, Py_ssize_t num_rows, PyObject *values,
+                           npy_intp num_tokens, npy_intp num_reqs)
 {
-    if (num_args != 5 || !PyTuple_CheckExact(args[0]) || !PyDict_CheckExact(args[2])) {
-        return PyLong_FromLong(0);
-    }
-    Py_ssize_t num_rows = PyLong_AsSsize_t(args[1]), done = 0;
-    Py_ssize_t num_tokens = PyLong_AsSsize_t(args[3]), num_reqs = PyLong_AsSsize_t(args[4]);
-    for (; !PyErr_Occurred() && done < num_rows && done < PyTuple_GET_SIZE(args[0]); done++) {
-        PyObject *row = PyTuple_GET_ITEM(args[0], done);
+    Py_ssize_t done = 0;
+    for (; done < num_rows && done < PyTuple_GET_SIZE(rows); done++) {
+        PyObject *row = PyTuple_GET_ITEM(rows, done);
         if (!PyTuple_CheckExact(row) || PyTuple_GET_SIZE(row) != 5) {
             break;
         }
-        PyObject *value = PyDict_GetItemWithError(args[2], PyTuple_GET_ITEM(row, 0));
+        PyObject *value = PyDict_GetItemWithError(values, PyTuple_GET_ITEM(row, 0));
         long axis = PyLong_AsLong(PyTuple_GET_ITEM(row, 2));
         long changes_with = PyLong_AsLong(PyTuple_GET_ITEM(row, 3));
         long long pad = PyLong_AsLongLong(PyTuple_GET_ITEM(row, 4));
@@ -204,7 +221,21 @@ static PyObject *put_inputs(PyObject *self, PyObject *const *args, Py_ssize_t nu
         }
     }
     PyErr_Clear();
-    return PyLong_FromSsize_t(done);
+    return done;
+}
+
+/* put_inputs(rows, num_rows, values, num_tokens, num_reqs) -> how many of the rows were put */
+static PyObject *put_inputs(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 5 || !PyTuple_CheckExact(args[0]) || !PyDict_CheckExact(args[2])) {
+        return PyLong_FromLong(0);
+    }
+    Py_ssize_t num_rows = PyLong_AsSsize_t(args[1]);
+    Py_ssize_t num_tokens = PyLong_AsSsize_t(args[3]), num_reqs = PyLong_AsSsize_t(args[4]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    return PyLong_FromSsize_t(put_rows(args[0], num_rows, args[2], num_tokens, num_reqs));
 }
 
 /* The slots of a request's new tokens: where its row of the block table puts them. */
@@ -221,32 +252,28 @@ static void put_slots(int64_t *slots, const int32_t *row, int64_t first, int64_t
     }
 }
 
-/* fill_attention(query_lens, seq_lens, block_table, slot_mapping | None, starts, held_lens,
- *                held_table, held_slots, max_model_len, num_blocks, block_size, is_refill)
- *     -> whether it was done
+/* What AttentionMetadataBuilder.fill does: whether it was done, in part if not.
  *
- * What AttentionMetadataBuilder.fill does. It may have written a part when it declines. With
- * is_refill the held table has valid blocks all over, which may stay where nobody looks.
+ * The batch is (query_lens, seq_lens, block_table, slot_mapping | None); held are (starts,
+ * held_lens, held_table, held_slots, max_model_len, num_blocks, block_size). With is_refill the
+ * held table has valid blocks all over, which may stay where nobody looks.
  */
-static PyObject *fill_attention(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+static int fill(PyObject *const *batch, PyObject *const *held, int is_refill)
 {
-    if (num_args != 12) {
-        Py_RETURN_FALSE;
-    }
-    PyArrayObject *queries = integers(args[0], 1), *seqs = integers(args[1], 1);
-    PyArrayObject *table = integers(args[2], 2);
-    PyArrayObject *slots = args[3] == Py_None ? NULL : integers(args[3], 1);
-    PyArrayObject *starts = target(args[4], 1, 4), *held_lens = target(args[5], 1, 4);
-    PyArrayObject *held_table = target(args[6], 2, 4), *held_slots = target(args[7], 1, 8);
-    if (!queries || !seqs || !table || (args[3] != Py_None && !slots) || !starts || !held_lens ||
+    PyArrayObject *queries = integers(batch[0], 1), *seqs = integers(batch[1], 1);
+    PyArrayObject *table = integers(batch[2], 2);
+    PyArrayObject *slots = batch[3] == Py_None ? NULL : integers(batch[3], 1);
+    PyArrayObject *starts = target(held[0], 1, 4), *held_lens = target(held[1], 1, 4);
+    PyArrayObject *held_table = target(held[2], 2, 4), *held_slots = target(held[3], 1, 8);
+    if (!queries || !seqs || !table || (batch[3] != Py_None && !slots) || !starts || !held_lens ||
         !held_table || !held_slots) {
-        Py_RETURN_FALSE;
+        return 0;
     }
-    int64_t max_model_len = PyLong_AsLongLong(args[8]), num_blocks = PyLong_AsLongLong(args[9]);
-    int64_t block_size = PyLong_AsLongLong(args[10]);
-    int is_refill = PyObject_IsTrue(args[11]);
+    int64_t max_model_len = PyLong_AsLongLong(held[4]), num_blocks = PyLong_AsLongLong(held[5]);
+    int64_t block_size = PyLong_AsLongLong(held[6]);
     if (PyErr_Occurred()) {
-        return NULL;
+        PyErr_Clear();
+        return 0;
     }
     npy_intp num_reqs = PyArray_DIM(queries, 0), num_rows = PyArray_DIM(held_lens, 0);
     npy_intp columns = PyArray_DIM(held_table, 1), most_tokens = PyArray_DIM(held_slots, 0);
@@ -254,7 +281,7 @@ static PyObject *fill_attention(PyObject *self, PyObject *const *args, Py_ssize_
     if (num_reqs > num_rows || PyArray_DIM(seqs, 0) != num_reqs ||
         PyArray_DIM(table, 0) != num_reqs || PyArray_DIM(starts, 0) != num_rows + 1 ||
         PyArray_DIM(held_table, 0) != num_rows || block_size < 1) {
-        Py_RETURN_FALSE;
+        return 0;
     }
     int32_t *start = PyArray_DATA(starts), *len = PyArray_DATA(held_lens);
     int32_t *row = PyArray_DATA(held_table);
@@ -268,11 +295,11 @@ static PyObject *fill_attention(PyObject *self, PyObject *const *args, Py_ssize_
         if (query_len < 0 || seq_len < query_len || seq_len > max_model_len ||
             (seq_len + block_size - 1) / block_size > width ||
             num_tokens + query_len > most_tokens) {
-            Py_RETURN_FALSE;
+            return 0;
         }
         if (!copy_row(PyArray_GETPTR2(table, r, 0), table_size, PyArray_STRIDE(table, 1),
                       (char *)row, 4, width, 0, num_blocks)) {
-            Py_RETURN_FALSE;
+            return 0;
         }
         if (!is_refill) {
             fill_row((char *)(row + width), 4, columns - width, 0);
@@ -288,7 +315,7 @@ static PyObject *fill_attention(PyObject *self, PyObject *const *args, Py_ssize_
         (PyArray_DIM(slots, 0) != num_tokens ||
          !copy_row(PyArray_BYTES(slots), (int)PyArray_ITEMSIZE(slots), PyArray_STRIDE(slots, 0),
                    (char *)slot, 8, num_tokens, -1, num_blocks * block_size))) {
-        Py_RETURN_FALSE;
+        return 0;
     }
     fill_row((char *)(start + num_reqs), 4, num_rows + 1 - num_reqs, num_tokens);
     fill_row((char *)(len + num_reqs), 4, num_rows - num_reqs, 0);
@@ -296,7 +323,224 @@ static PyObject *fill_attention(PyObject *self, PyObject *const *args, Py_ssize_
         fill_row((char *)row, 4, (num_rows - num_reqs) * columns, 0);
     }
     fill_row((char *)(slot + num_tokens), 8, most_tokens - num_tokens, -1);
-    Py_RETURN_TRUE;
+    return 1;
+}
+
+/* fill_attention(*batch, *held, is_refill) -> whether it was done; see fill */
+static PyObject *fill_attention(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    int is_refill = num_args == 12 ? PyObject_IsTrue(args[11]) : -1;
+    return PyBool_FromLong(is_refill >= 0 && fill(args, args + 4, is_refill));
+}
+
+/* --- steps that are known ------------------------------------------------------------------ */
+
+/* Functions of the CUDA driver. */
+typedef int (*OfEvent)(void *event);
+
+typedef struct {
+    void *event;
+    OfEvent query, synchronize;
+} Event;
+
+static const char EVENT[] = "compile_backend.Event";
+
+static void free_event_of(PyObject *capsule)
+{
+    PyMem_Free(PyCapsule_GetPointer(capsule, EVENT));
+}
+
+/* event_of(event, query, synchronize) -> Event
+ *
+ * The event must outlive it. The last two are addresses of functions.
+ */
+static PyObject *event_of(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    Event *made = num_args == 3 ? PyMem_Calloc(1, sizeof(Event)) : NULL;
+    if (made == NULL) {
+        return PyErr_NoMemory();
+    }
+    made->event = PyLong_AsVoidPtr(args[0]);
+    made->query = (OfEvent)PyLong_AsVoidPtr(args[1]);
+    made->synchronize = (OfEvent)PyLong_AsVoidPtr(args[2]);
+    if (PyErr_Occurred()) {
+        PyMem_Free(made);
+        return NULL;
+    }
+    return PyCapsule_New(made, EVENT, free_event_of);
+}
+
+/* Wait for an event that there is; false for errors. */
+static int wait_for(PyObject *capsule)
+{
+    if (capsule == Py_None) {
+        return 1;
+    }
+    Event *held = PyCapsule_GetPointer(capsule, EVENT);
+    if (held == NULL) {
+        PyErr_Clear();
+        return 0;
+    }
+    if (held->query(held->event) == 0) {
+        return 1;
+    }
+    int error;
+    Py_BEGIN_ALLOW_THREADS;
+    error = held->synchronize(held->event);
+    Py_END_ALLOW_THREADS;
+    return error == 0;
+}
+
+enum { QUERY_LENS, INPUTS, ATTENTION, ALL_DECODE, LORAS, CASCADE, EXTRA, NUM_OF_BATCH };
+enum { SEQ_LENS, BLOCK_TABLE, SLOT_MAPPING, NUM_OF_ATTENTION };
+static const char *const OF_BATCH[] = {
+    "query_lens", "inputs", "attention", "all_decode", "num_active_loras", "use_cascade_attn",
+    "extra",
+};
+static const char *const OF_ATTENTION[] = {"seq_lens", "block_table", "slot_mapping"};
+static PyObject *batch_names[NUM_OF_BATCH], *attention_names[NUM_OF_ATTENTION], *held_name;
+
+/* The attributes of a batch that only has what decodes and prompts need; they are owned. */
+typedef struct {
+    PyObject *of_batch[NUM_OF_BATCH];
+    PyObject *of_attention[1 + NUM_OF_ATTENTION]; /* the query lengths first; or all NULL */
+    int64_t num_tokens, num_reqs;
+    int is_decode;
+} Plain;
+
+static void let_go(Plain *plain)
+{
+    for (int i = 0; i < NUM_OF_BATCH; i++) {
+        Py_XDECREF(plain->of_batch[i]);
+    }
+    for (int i = 0; i < 1 + NUM_OF_ATTENTION; i++) {
+        Py_XDECREF(plain->of_attention[i]);
+    }
+}
+
+static int get_all(PyObject *owner, PyObject **names, int num, PyObject **values)
+{
+    for (int i = 0; i < num; i++) {
+        values[i] = PyObject_GetAttr(owner, names[i]);
+        if (values[i] == NULL) {
+            PyErr_Clear();
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Read a batch; false if it asks for more than its lengths tell. To be let go in any case. */
+static int read_batch(PyObject *batch, long query_len, Plain *plain)
+{
+    memset(plain, 0, sizeof(Plain));
+    PyObject **found = plain->of_batch;
+    int is_uniform;
+    if (!get_all(batch, batch_names, NUM_OF_BATCH, found) || !PyDict_CheckExact(found[INPUTS]) ||
+        found[ALL_DECODE] != Py_None || found[CASCADE] != Py_False ||
+        !PyLong_CheckExact(found[LORAS]) || PyObject_IsTrue(found[LORAS]) != 0 ||
+        !PyTuple_CheckExact(found[EXTRA]) || PyTuple_GET_SIZE(found[EXTRA]) != 0 ||
+        !count(found[QUERY_LENS], query_len, &plain->num_tokens, &is_uniform)) {
+        return 0;
+    }
+    plain->num_reqs = PyArray_DIM((PyArrayObject *)found[QUERY_LENS], 0);
+    plain->is_decode = is_uniform;
+    if (found[ATTENTION] == Py_None) {
+        return 1;
+    }
+    plain->of_attention[0] = Py_NewRef(found[QUERY_LENS]);
+    if (!get_all(found[ATTENTION], attention_names, NUM_OF_ATTENTION, plain->of_attention + 1)) {
+        return 0;
+    }
+    int longer = are_longer(plain->of_attention[1 + SEQ_LENS], found[QUERY_LENS]);
+    plain->is_decode &= longer;
+    return longer >= 0;
+}
+
+/* What tells plain batches apart: tokens, requests, whether all decode, whether attention is there.
+ * NULL without an error if they are too many for one number.
+ */
+static PyObject *key_of(const Plain *plain)
+{
+    if (plain->num_tokens >= (int64_t)1 << 31 || plain->num_reqs >= (int64_t)1 << 29) {
+        return NULL;
+    }
+    int has_attention = plain->of_attention[0] != NULL;
+    return PyLong_FromLongLong(plain->num_tokens << 31 | plain->num_reqs << 2 |
+                               plain->is_decode << 1 | has_attention);
+}
+
+/* plain_key(batch, query_len) -> the key of a plain batch | None */
+static PyObject *plain_key(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    long query_len = num_args == 2 ? PyLong_AsLong(args[1]) : 0;
+    if (num_args != 2 || PyErr_Occurred()) {
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    }
+    Plain plain;
+    PyObject *key = read_batch(args[0], query_len, &plain) ? key_of(&plain) : NULL;
+    let_go(&plain);
+    return key == NULL && !PyErr_Occurred() ? Py_NewRef(Py_None) : key;
+}
+
+enum { ROWS, NUM_ROWS, MEMORY, LAYOUT, COPIED, HELD, STEP, NUM_OF_KNOWN };
+
+/* Bring a plain batch to the memory of a known step; false if it is not plain after all. */
+static int bring(PyObject *known, const Plain *plain)
+{
+    PyObject *rows = PyTuple_GET_ITEM(known, ROWS), *memory = PyTuple_GET_ITEM(known, MEMORY);
+    PyObject *layout = PyTuple_GET_ITEM(known, LAYOUT), *held = PyTuple_GET_ITEM(known, HELD);
+    Py_ssize_t num_rows = PyLong_AsSsize_t(PyTuple_GET_ITEM(known, NUM_ROWS));
+    int has_attention = plain->of_attention[0] != NULL;
+    if (num_rows < 0 || !PyTuple_CheckExact(rows) ||
+        PyDict_GET_SIZE(plain->of_batch[INPUTS]) != num_rows ||
+        has_attention != PyTuple_CheckExact(held) ||
+        (has_attention && PyTuple_GET_SIZE(held) != 7) ||
+        !wait_for(PyTuple_GET_ITEM(known, COPIED))) {
+        return 0;
+    }
+    PyObject *last = PyObject_GetAttr(memory, held_name);
+    int is_refill = last == layout;
+    Py_XDECREF(last);
+    if (last == NULL || PyObject_SetAttr(memory, held_name, Py_None) != 0 ||
+        put_rows(rows, num_rows, plain->of_batch[INPUTS], plain->num_tokens, plain->num_reqs) !=
+            num_rows ||
+        (has_attention && !fill(plain->of_attention, &PyTuple_GET_ITEM(held, 0), is_refill))) {
+        return 0;
+    }
+    return PyObject_SetAttr(memory, held_name, layout) == 0;
+}
+
+/* prepare(known, query_len, batch) -> the step of a known batch | None
+ *
+ * What is known is a tuple for each plain_key: (rows, number of them that are the model's, owner of
+ * the memory, layout, Event | None, what fill holds | None, step). The batch lies in the step's
+ * memory when it is returned; it may lie there in part if not, and then the owner's `held` is None.
+ */
+static PyObject *prepare(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 3 || !PyDict_CheckExact(args[0]) || PyDict_GET_SIZE(args[0]) == 0) {
+        Py_RETURN_NONE;
+    }
+    long query_len = PyLong_AsLong(args[1]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    Plain plain;
+    PyObject *key = read_batch(args[2], query_len, &plain) ? key_of(&plain) : NULL;
+    PyObject *known = key == NULL ? NULL : PyDict_GetItemWithError(args[0], key);
+    PyObject *step = NULL;
+    if (known != NULL && PyTuple_CheckExact(known) && PyTuple_GET_SIZE(known) == NUM_OF_KNOWN) {
+        Py_INCREF(known); /* others run while it waits */
+        if (bring(known, &plain)) {
+            step = Py_NewRef(PyTuple_GET_ITEM(known, STEP));
+        }
+        Py_DECREF(known);
+    }
+    Py_XDECREF(key);
+    let_go(&plain);
+    PyErr_Clear();
+    return step == NULL ? Py_NewRef(Py_None) : step;
 }
 
 /* --- addresses of tensors ----------------------------------------------------------------- */
@@ -538,6 +782,9 @@ static PyMethodDef methods[] = {
     {"all_longer", (PyCFunction)(void (*)(void))all_longer, METH_FASTCALL, NULL},
     {"put_inputs", (PyCFunction)(void (*)(void))put_inputs, METH_FASTCALL, NULL},
     {"fill_attention", (PyCFunction)(void (*)(void))fill_attention, METH_FASTCALL, NULL},
+    {"event_of", (PyCFunction)(void (*)(void))event_of, METH_FASTCALL, NULL},
+    {"plain_key", (PyCFunction)(void (*)(void))plain_key, METH_FASTCALL, NULL},
+    {"prepare", (PyCFunction)(void (*)(void))prepare, METH_FASTCALL, NULL},
     {"watch", (PyCFunction)(void (*)(void))watch, METH_FASTCALL, NULL},
     {"have_moved", have_moved, METH_O, NULL},
     {"launch_of", (PyCFunction)(void (*)(void))launch_of, METH_FASTCALL, NULL},
@@ -552,6 +799,17 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__shortcuts(void)
 {
     import_array();
+    held_name = PyUnicode_InternFromString("held");
+    int has_names = held_name != NULL;
+    for (int i = 0; i < NUM_OF_BATCH; i++) {
+        has_names &= (batch_names[i] = PyUnicode_InternFromString(OF_BATCH[i])) != NULL;
+    }
+    for (int i = 0; i < NUM_OF_ATTENTION; i++) {
+        has_names &= (attention_names[i] = PyUnicode_InternFromString(OF_ATTENTION[i])) != NULL;
+    }
+    if (!has_names) {
+        return NULL;
+    }
 #if PY_VERSION_HEX >= 0x030C0000
     dict_watcher = PyDict_AddWatcher(count_change);
     PyErr_Clear(); /* all watchers are taken: then dicts are looked at in every step */

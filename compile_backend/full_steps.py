@@ -6,10 +6,12 @@ the device. Nobody here chooses the key, or looks after the weights.
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from compile_backend.compiled_graph import MAX_SHAPES_PER_SIZE
@@ -22,13 +24,13 @@ from compile_backend.context import (
     get_forward_context,
 )
 from compile_backend.errors import CaptureError, number_of
-from compile_backend.torch_internals.graphs import tree_map
+from compile_backend.known_steps import KnownStep, KnownSteps
+from compile_backend.output_cut import handed_out
 from compile_backend.wrapper import CUDAGraphWrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
     import numpy.typing as npt
 
     from compile_backend.batch import BatchDescriptor
@@ -80,6 +82,10 @@ class FullSteps:
         stats: where to count.
         cut: what callers get of the outputs.
         warn_once: of the runner.
+        query_len: of uniform decode batches.
+
+    Attributes:
+        known: the steps of batches that came before.
     """
 
     def __init__(
@@ -91,6 +97,8 @@ class FullSteps:
         stats: GraphStats,
         cut: OutputCut,
         warn_once: WarnOnce,
+        *,
+        query_len: int,
     ) -> None:
         self._call = call
         self._loader = loader
@@ -100,6 +108,7 @@ class FullSteps:
         self._warn_once = warn_once
         self._stats = stats
         self._steps: dict[BatchDescriptor, _FullStep] = {}
+        self.known = KnownSteps(loader, query_len)
         self._wrapper = CUDAGraphWrapper(
             self._send_and_call,
             CUDAGraphMode.FULL,
@@ -161,17 +170,39 @@ class FullSteps:
         self._loader.write(step.layout, batch, query_lens, num_tokens)
         builder = self._loader.builder
         if builder is not None and builder.plans_every_step:
-            builder.build_for_graph(step.layout.tensors, key, batch.attention, query_lens)
+            self._plan(key, step, batch)
         stats, num_reqs = step.stats, len(query_lens)
         if step.graph is None:
             outputs = self._cut(self._run_wrapped(key, step), num_tokens, num_reqs)
         else:
             step.graph.replay()
             stats.replays += 1
-            outputs = self._cut_held(step, num_tokens, num_reqs)
+            outputs = handed_out(self._cut_held(step, num_tokens, num_reqs))
         stats.steps += 1
         stats.padding += key.num_tokens - num_tokens
         return outputs
+
+    def learn(self, key: BatchDescriptor, batch: Batch, num_tokens: int, num_reqs: int) -> None:
+        """Take note of the step that just ran, for the next batch like this one."""
+        step = self._steps[key]
+        graph, builder = step.graph, self._loader.builder
+        if graph is None:
+            return
+        plan = None
+        if builder is not None and builder.plans_every_step:
+            plan = functools.partial(self._plan, key, step)
+
+        def known() -> KnownStep:
+            outputs = self._cut_held(step, num_tokens, num_reqs)
+            return KnownStep(graph, outputs, step.stats, key.num_tokens - num_tokens, plan)
+
+        self.known.learn(batch, step.layout, known)
+
+    def _plan(self, key: BatchDescriptor, step: _FullStep, batch: Batch) -> None:
+        builder = self._loader.builder
+        assert builder is not None
+        query_lens = np.asarray(batch.query_lens, np.int32)
+        builder.build_for_graph(step.layout.tensors, key, batch.attention, query_lens)
 
     def _run_wrapped(self, key: BatchDescriptor, step: _FullStep) -> Any:
         context = enter_forward_context(step.context, SetBy.RUNNER)
@@ -181,7 +212,7 @@ class FullSteps:
         return outputs
 
     def _cut_held(self, step: _FullStep, num_tokens: int, num_reqs: int) -> Any:
-        """What was captured, cut as often before: new tensors on the same memory."""
+        """What was captured, cut as often before."""
         assert step.graph is not None
         held = step.cuts.get((num_tokens, num_reqs))
         if held is None:
@@ -189,7 +220,7 @@ class FullSteps:
                 step.cuts.clear()
             held = self._cut(step.graph.outputs, num_tokens, num_reqs)
             step.cuts[num_tokens, num_reqs] = held
-        return held.detach() if isinstance(held, torch.Tensor) else tree_map(_new_tensor, held)
+        return held
 
     def _step(self, key: BatchDescriptor) -> _FullStep:
         builder = self._loader.builder
@@ -231,11 +262,8 @@ class FullSteps:
                 "a weight is at another address than when the graphs were captured (told once); "
                 "each is captured again at its next step. Call recapture() to do so at once",
             )
+        self.known.forget()
         for key, step in self._steps.items():
             self._wrapper.drop(key)
             step.graph = None
             step.cuts.clear()
-
-
-def _new_tensor(item: Any) -> Any:
-    return item.detach() if isinstance(item, torch.Tensor) else item

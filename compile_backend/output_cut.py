@@ -46,3 +46,12 @@ class OutputCut:
             return item
 
         return cut(outputs) if isinstance(outputs, torch.Tensor) else tree_map(cut, outputs)
+
+
+def handed_out(held: Any) -> Any:
+    """What was cut before, once more: new tensors on the same memory, in new containers."""
+    return held.detach() if isinstance(held, torch.Tensor) else tree_map(_new_tensor, held)
+
+
+def _new_tensor(item: Any) -> Any:
+    return item.detach() if isinstance(item, torch.Tensor) else item

@@ -234,6 +234,10 @@ class GraphModelRunner:
             raise CaptureError("nothing is captured yet; call capture() before the first run")
         if self._weights.have_moved():
             self._forget(captured)
+        if highest_mode is None:
+            known = captured.full.known.prepare(batch)
+            if known is not None:
+                return known.run(batch)
         query_lens, num_tokens, is_uniform = self._count(batch.query_lens)
         num_reqs = len(query_lens)
         check_batch(
@@ -266,7 +270,10 @@ class GraphModelRunner:
         )
         if mode is _FULL:
             if captured.full.may_run(key):
-                return captured.full.run(key, batch, query_lens, num_tokens)
+                outputs = captured.full.run(key, batch, query_lens, num_tokens)
+                if highest_mode is None:
+                    captured.full.learn(key, batch, num_tokens, num_reqs)
+                return outputs
             mode, key = self._dispatcher.dispatch(descriptor, highest_mode=_PIECEWISE)
         with torch.inference_mode(False), torch.no_grad():
             padded = self._run_model(mode, key, batch, query_lens, num_tokens)
@@ -357,6 +364,7 @@ class GraphModelRunner:
             self._stats,
             self._cut,
             self._warn_once,
+            query_len=self._query_len,
         )
         piecewise = None
         if self._compiled is not None:

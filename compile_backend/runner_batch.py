@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -87,6 +87,14 @@ class MetadataBuilder(Protocol):
 
     def capture_batch(self, query_lens: npt.NDArray[np.int32]) -> Any:
         """A legal batch that changes nothing, as `fill` takes it."""
+
+
+@runtime_checkable
+class FilledFromArrays(Protocol):
+    """A builder that `shortcuts.fill_attention` may stand in for."""
+
+    def held_arrays(self, host: Mapping[str, npt.NDArray[Any]]) -> tuple[Any, ...] | None:
+        """What that function holds; None if only `fill` and `is_decode` do what they do."""
 
 
 def spread(num_tokens: int, num_reqs: int) -> npt.NDArray[np.int32]:

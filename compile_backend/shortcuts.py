@@ -12,7 +12,7 @@ import contextlib
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from compile_backend.torch_internals.cuda import launch_functions, tensor_handles
+from compile_backend.torch_internals.cuda import event_functions, launch_functions, tensor_handles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +31,11 @@ NOT_BUILT = (
 Row = tuple[str, Any, int, int, int]
 """An input: its name, its array on the host or None, the dimension that changes, with what it
 changes (0: tokens, 1: requests, 2: requests + 1), and the value of padding."""
+
+Known = tuple[tuple[Row, ...], int, Any, Any, object | None, tuple[Any, ...] | None, Any]
+"""A step for `prepare`: all rows of its layout, how many of them are the model's, the owner of
+the memory, the layout, what `event_of` returned or None, the held arrays and limits of
+`fill_attention` or None without attention, and what to return."""
 
 
 def are_built() -> bool:
@@ -65,6 +70,18 @@ fill_attention: Callable[..., bool] = (
 """`(query_lens, seq_lens, block_table, slot_mapping, padded query_start_loc, padded seq_lens,
 padded block_table, padded slot_mapping, max_model_len, num_blocks, block_size, is_refill)`: what
 `AttentionMetadataBuilder.fill` does. It may have written a part when it declines."""
+
+plain_key: Callable[[Any, int], int | None] = (
+    _built.plain_key if _built is not None else _declined(None)
+)
+"""`(batch, query_len)`: a number for all that routes a batch whose lengths alone tell where it
+runs: its tokens, its requests, whether all of them decode, and whether it brings attention."""
+
+prepare: Callable[[Mapping[int, Known], int, Any], Any] = (
+    _built.prepare if _built is not None else _declined(None)
+)
+"""`(known, query_len, batch)`: the step that is known for a batch's `plain_key`, once the batch
+lies in the step's memory. If it declines after it wrote a part, that memory's `held` is None."""
 
 have_moved: Callable[[object], bool] = _built.have_moved if _built is not None else _declined(True)
 """`(what watch returned)`: whether a watched tensor is elsewhere, was replaced or is gone."""
@@ -104,6 +121,19 @@ def watch(
         handles.delete_tensor,
     )
     return watched
+
+
+def event_of(event: torch.cuda.Event) -> object | None:
+    """A short way to wait for an event that was recorded before, for `prepare`.
+
+    Args:
+        event: must outlive what is returned.
+    """
+    functions = None if _built is None else event_functions()
+    if functions is None:
+        return None
+    held: object = _built.event_of(event.cuda_event, *functions)
+    return held
 
 
 def launch_of(graph: torch.cuda.CUDAGraph, device: int) -> object | None:

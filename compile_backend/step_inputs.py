@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from compile_backend import shortcuts
 from compile_backend.errors import ConfigError
 from compile_backend.torch_internals.cuda import weak_part
 
@@ -209,6 +210,13 @@ class StepInputs:
         """Wait until the device has read the last step's block; then the host's may be written."""
         if self._copied is not None and not self._copied.query():  # type: ignore[no-untyped-call]
             self._copied.synchronize()
+
+    def until_read(self) -> tuple[object | None, bool]:
+        """For `shortcuts`: what `begin` waits for, if anything, and whether that can be told."""
+        if self._copied is None:
+            return None, True
+        event = shortcuts.event_of(self._copied)
+        return event, event is not None
 
     def put(self, place: Place, value: Any, size: int) -> None:
         """Write one input of the batch, and fill what the padding adds.

@@ -71,7 +71,8 @@ class Weights:
 
     def have_moved(self) -> bool:
         """Whether a weight is elsewhere, or gone."""
-        if any(vars(wrapper) is not contents for wrapper, contents in self._contents):
+        contents = self._contents
+        if contents and any(vars(wrapper) is not held for wrapper, held in contents):
             return True
         if self._watched is not None:
             return shortcuts.have_moved(self._watched)

@@ -110,8 +110,7 @@ class AttentionMetadataBuilder:
         Raises:
             ValueError: the batch contradicts itself, or does not fit the cache.
         """
-        starts, seq_lens = host["query_start_loc"], host["seq_lens"]
-        table, slots = host["block_table"], host["slot_mapping"]
+        starts, seq_lens, table, slots = (host[name] for name in _FILLED)
         given = (query_lens, batch.seq_lens, batch.block_table, batch.slot_mapping)
         held = (starts, seq_lens, table, slots)
         if shortcuts.fill_attention(*given, *held, *self._limits, is_refill):
@@ -144,6 +143,16 @@ class AttentionMetadataBuilder:
             table[num_reqs:] = 0
         if num_tokens < len(slots):
             slots[num_tokens:] = -1
+
+    def held_arrays(self, host: Mapping[str, npt.NDArray[Any]]) -> tuple[Any, ...] | None:
+        """What `shortcuts.fill_attention` holds; None for a subclass, which may fill otherwise.
+
+        Args:
+            host: as for `fill`.
+        """
+        if type(self) is not AttentionMetadataBuilder:
+            return None
+        return (*(host[name] for name in _FILLED), *self._limits)
 
     def build(
         self,
@@ -273,6 +282,9 @@ class AttentionMetadataBuilder:
                 "blocks, also those that this step writes to"
             )
 
+
+# What a step writes, in the order of `shortcuts.fill_attention`.
+_FILLED = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 
 _UNSIGNED = {4: np.uint32, 8: np.uint64}
 

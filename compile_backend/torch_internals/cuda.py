@@ -145,14 +145,28 @@ def launch_functions() -> list[int] | None:
     """
     from_torch = _stable_functions("aoti_torch_get_current_device_index")
     stream = _stable_functions("aoti_torch_get_current_cuda_stream", library="libtorch_cuda.so")
+    launch = _driver_functions("cuGraphLaunch")
     has_handle = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
-    if from_torch is None or stream is None or not has_handle:
+    if from_torch is None or stream is None or launch is None or not has_handle:
         return None
+    return [*from_torch, *stream, *launch]
+
+
+@functools.cache
+def event_functions() -> list[int] | None:
+    """Addresses of what asks an event whether it is done, and waits for it; None if there is none.
+
+    Both take the handle of an event.
+    """
+    return _driver_functions("cuEventQuery", "cuEventSynchronize")
+
+
+def _driver_functions(*names: str) -> list[int] | None:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    return [*from_torch, *stream, _address(driver.cuGraphLaunch)]
+    return [_address(getattr(driver, name)) for name in names]
 
 
 @functools.cache
