@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compile_backend import runner as runner_module
-from compile_backend.attention.builder import AttentionMetadataBuilder
-from compile_backend.batch_loader import BatchLoader
+from compile_backend import known_steps
 from compile_backend.bench.by_hand import captured_by_hand
 from compile_backend.bench.paged_batches import decode
 from compile_backend.bench.paged_ways import (
@@ -29,10 +27,9 @@ from compile_backend.bench.paged_ways import (
 )
 from compile_backend.bench.rounds import Clock
 from compile_backend.bench.shapes import SHAPES, make_model
-from compile_backend.dispatch import CudagraphDispatcher
-from compile_backend.full_steps import FullSteps
+from compile_backend.graph_engine import CudaGraph
+from compile_backend.known_steps import KnownStep, KnownSteps
 from compile_backend.runner import GraphModelRunner
-from compile_backend.step_inputs import StepInputs
 from compile_backend.weights import Weights
 
 if TYPE_CHECKING:
@@ -41,14 +38,11 @@ if TYPE_CHECKING:
 # What is timed: the owner, the name, and whose time it is a part of.
 PARTS: tuple[tuple[Any, str, str], ...] = (
     (GraphModelRunner, "run", ""),
-    (runner_module, "check_batch", "run"),
-    (CudagraphDispatcher, "dispatch", "run"),
-    (FullSteps, "run", "run"),
-    (BatchLoader, "write", "FullSteps.run"),
-    (StepInputs, "begin", "write"),
-    (AttentionMetadataBuilder, "fill", "write"),
-    (Weights, "have_moved", "FullSteps.run"),
-    (FullSteps, "_cut_held", "FullSteps.run"),
+    (Weights, "have_moved", "run"),
+    (KnownSteps, "prepare", "run"),
+    (KnownStep, "run", "GraphModelRunner.run"),
+    (CudaGraph, "replay", "KnownStep.run"),
+    (known_steps, "handed_out", "KnownStep.run"),
 )
 
 

@@ -10,6 +10,7 @@ compiled once: neither modes nor attention backends change what is compiled.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--capture", action="store_true", help="time the capture of all sizes")
     parser.add_argument("--profile", action="store_true", help="name the kernels of one step")
+    parser.add_argument("--options", type=json.loads, default={}, help="of this backend, as JSON")
     parser.add_argument("--out", type=Path, help="writes OUT.json and OUT.md")
     arguments = parser.parse_args()
     request = BenchRequest(
@@ -47,6 +49,7 @@ def main() -> None:
         num_rounds=arguments.rounds,
         num_steps=arguments.steps,
         has_captures=arguments.capture,
+        options=arguments.options,
     )
     results = Results(about=about(command(), arguments.shape, request.device))
     with torch.no_grad():
@@ -66,13 +69,15 @@ def kernels_of_a_step(model: PreTrainedModel, request: BenchRequest) -> list[str
     """The kernels that fill a decode step at batch 1, the longest first, as a Markdown list."""
     shape = request.shape
     paged = on_paged_cache(model, shape, request.attention[0])
-    compiled = torch.compile(paged.module, backend="cudagraph_modes")
+    compiled = torch.compile(
+        paged.module, backend="cudagraph_modes", options=dict(request.options)
+    )
     sizes = sorted(shape.decodes)
     runner = make_runner(
         compiled,
         paged,
         "FULL_AND_PIECEWISE",
-        options={},
+        options=request.options,
         sizes=sizes,
         max_num_seqs=sizes[-1],
         max_num_tokens=sizes[-1],

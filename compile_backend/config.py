@@ -178,6 +178,10 @@ def _capture_sizes(option: str, value: Any) -> tuple[int, ...]:
 ALL_CAPTURE_SIZES = "cudagraph_capture_sizes"
 """What stands in `compile_sizes` for every capture size."""
 
+TUNED: Mapping[str, Any] = MappingProxyType({"coordinate_descent_tuning": True})
+"""What `compile_sizes_config` is by itself. Inductor then multiplies one row by a matrix in a
+kernel that it tunes, fused with what is around it, instead of calling a library."""
+
 
 def _compile_sizes(option: str, value: Any) -> tuple[int | str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
@@ -341,7 +345,7 @@ class CompilationConfig:
     piece_compiler: str = "inductor"
     inductor_compile_config: Mapping[str, Any] = field(default_factory=dict)
     compile_sizes: tuple[int | str, ...] = ()
-    compile_sizes_config: Mapping[str, Any] = field(default_factory=dict)
+    compile_sizes_config: Mapping[str, Any] = field(default_factory=lambda: dict(TUNED))
     compile_ranges_endpoints: tuple[int, ...] = ()
     use_inductor_graph_partition: bool = False
     pass_config: PassConfig = field(default_factory=PassConfig)
@@ -355,7 +359,7 @@ class CompilationConfig:
         for option in fields(self):
             check: _Check = _CHECKS.get(option.name, _flag)
             object.__setattr__(self, option.name, check(option.name, getattr(self, option.name)))
-        if self.compile_sizes_config and not self.compile_sizes:
+        if self.compile_sizes_config not in ({}, TUNED) and not self.compile_sizes:
             raise ConfigError(
                 "compile_sizes_config",
                 dict(self.compile_sizes_config),

@@ -1,5 +1,6 @@
 """The tables of README and docs say what the code says."""
 
+import json
 import re
 import tomllib
 from dataclasses import MISSING, fields
@@ -117,7 +118,9 @@ def _default(option: Any) -> str:
         return "all off"
     if isinstance(value, str):
         return f'"{value}"'
-    return str(dict(value) if isinstance(value, MappingProxyType) else value)
+    if isinstance(value, (dict, MappingProxyType)):
+        return json.dumps(dict(value)).replace("true", "True")
+    return str(value)
 
 
 def test_docs_name_each_pass() -> None:

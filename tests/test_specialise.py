@@ -539,7 +539,7 @@ def test_artefacts_are_kept_by_the_sizes_that_they_are_for(tmp_path, monkeypatch
     assert compiles_and_loads(compile_sizes=[4], compile_ranges_endpoints=[16]) == (2, 1)
     assert compiles_and_loads(compile_sizes=[4], compile_ranges_endpoints=[16]) == (0, 3)
     assert compiles_and_loads(compile_ranges_endpoints=[8, 16]) == (2, 1)
-    tuned = {"compile_sizes_config": {"coordinate_descent_tuning": True}}
+    tuned = {"compile_sizes_config": {"max_autotune": True}}
     assert compiles_and_loads(compile_sizes=[4], compile_ranges_endpoints=[16], **tuned) == (1, 2)
 
 
