@@ -82,6 +82,17 @@ static inline int copy_row(const char *from, int from_size, npy_intp stride, cha
                         : copy_8_to_8(from, stride, (int64_t *)to, num, low, end);
 }
 
+/* The same for int32 in [0, end), several at once: the sign of any difference tells. */
+static inline int copy_blocks(const int32_t *from, int32_t *to, npy_intp num, int32_t end)
+{
+    int32_t signs = 0;
+    for (npy_intp i = 0; i < num; i++) {
+        signs |= from[i] | (int32_t)((uint32_t)end - 1 - (uint32_t)from[i]);
+        to[i] = from[i];
+    }
+    return signs >= 0;
+}
+
 static inline void fill_row(char *to, int itemsize, npy_intp num, int64_t number)
 {
     for (npy_intp i = 0; i < num; i++) {
@@ -242,7 +253,9 @@ static PyObject *put_inputs(PyObject *self, PyObject *const *args, Py_ssize_t nu
 static void put_slots(int64_t *slots, const int32_t *row, int64_t first, int64_t num,
                       int64_t block_size)
 {
-    int64_t block = first / block_size, offset = first % block_size;
+    int is_power = (block_size & (block_size - 1)) == 0; /* dividing takes tens of cycles */
+    int64_t block = is_power ? first >> __builtin_ctzll(block_size) : first / block_size;
+    int64_t offset = first - block * block_size;
     for (int64_t i = 0; i < num; i++) {
         slots[i] = row[block] * block_size + offset;
         if (++offset == block_size) {
@@ -288,17 +301,21 @@ static int fill(PyObject *const *batch, PyObject *const *held, int is_refill)
     int64_t *slot = PyArray_DATA(held_slots);
     int query_size = (int)PyArray_ITEMSIZE(queries), seq_size = (int)PyArray_ITEMSIZE(seqs);
     int table_size = (int)PyArray_ITEMSIZE(table);
+    npy_intp table_stride = PyArray_STRIDE(table, 1);
+    int is_dense = table_size == 4 && table_stride == 4 && num_blocks <= INT32_MAX;
     int64_t num_tokens = 0;
     for (npy_intp r = 0; r < num_reqs; r++, row += columns) {
         int64_t query_len = at(PyArray_GETPTR1(queries, r), query_size);
         int64_t seq_len = at(PyArray_GETPTR1(seqs, r), seq_size);
         if (query_len < 0 || seq_len < query_len || seq_len > max_model_len ||
-            (seq_len + block_size - 1) / block_size > width ||
+            seq_len > width * block_size ||
             num_tokens + query_len > most_tokens) {
             return 0;
         }
-        if (!copy_row(PyArray_GETPTR2(table, r, 0), table_size, PyArray_STRIDE(table, 1),
-                      (char *)row, 4, width, 0, num_blocks)) {
+        const char *blocks = PyArray_GETPTR2(table, r, 0);
+        if (is_dense ? !copy_blocks((const int32_t *)blocks, row, width, (int32_t)num_blocks)
+                     : !copy_row(blocks, table_size, table_stride, (char *)row, 4, width, 0,
+                                 num_blocks)) {
             return 0;
         }
         if (!is_refill) {
