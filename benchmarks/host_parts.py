@@ -28,7 +28,7 @@ from compile_backend.bench.paged_ways import (
 from compile_backend.bench.rounds import Clock
 from compile_backend.bench.shapes import SHAPES, make_model
 from compile_backend.graph_engine import CudaGraph
-from compile_backend.known_steps import KnownStep, KnownSteps
+from compile_backend.known_steps import KnownFull, KnownSteps
 from compile_backend.runner import GraphModelRunner
 from compile_backend.weights import Weights
 
@@ -40,9 +40,9 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (GraphModelRunner, "run", ""),
     (Weights, "have_moved", "run"),
     (KnownSteps, "prepare", "run"),
-    (KnownStep, "run", "GraphModelRunner.run"),
-    (CudaGraph, "replay", "KnownStep.run"),
-    (known_steps, "handed_out", "KnownStep.run"),
+    (KnownFull, "run", "GraphModelRunner.run"),
+    (CudaGraph, "replay", "KnownFull.run"),
+    (known_steps, "handed_out", "KnownFull.run"),
 )
 
 

@@ -171,6 +171,32 @@ static PyObject *all_longer(PyObject *self, PyObject *const *args, Py_ssize_t nu
     return PyBool_FromLong(known);
 }
 
+/* lengths(query_lens, seq_lens) -> (longest query, longest sequence, the query length of all or 0)
+ *     | None
+ */
+static PyObject *lengths(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    PyArrayObject *queries = num_args == 2 ? integers(args[0], 1) : NULL;
+    PyArrayObject *seqs = num_args == 2 ? integers(args[1], 1) : NULL;
+    npy_intp num_reqs = queries == NULL ? 0 : PyArray_DIM(queries, 0);
+    if (num_reqs == 0 || seqs == NULL || PyArray_DIM(seqs, 0) != num_reqs) {
+        Py_RETURN_NONE;
+    }
+    int query_size = (int)PyArray_ITEMSIZE(queries), seq_size = (int)PyArray_ITEMSIZE(seqs);
+    int64_t first = at(PyArray_GETPTR1(queries, 0), query_size);
+    int64_t longest_query = 0, longest_seq = 0;
+    int is_uniform = 1;
+    for (npy_intp r = 0; r < num_reqs; r++) {
+        int64_t query_len = at(PyArray_GETPTR1(queries, r), query_size);
+        int64_t seq_len = at(PyArray_GETPTR1(seqs, r), seq_size);
+        longest_query = query_len > longest_query ? query_len : longest_query;
+        longest_seq = seq_len > longest_seq ? seq_len : longest_seq;
+        is_uniform &= query_len == first;
+    }
+    return Py_BuildValue("LLL", (long long)longest_query, (long long)longest_seq,
+                         (long long)(is_uniform ? first : 0));
+}
+
 /* The rows of a value, `size` of them in dimension `axis`, and behind them the padding. */
 static int put(PyObject *held_object, long axis, PyObject *value_object, npy_intp size, int64_t pad)
 {
@@ -792,11 +818,166 @@ static PyObject *launch(PyObject *self, PyObject *capsule)
     return PyBool_FromLong(error == 0);
 }
 
+/* --- launches of kernels -------------------------------------------------------------------- */
+
+typedef int (*LaunchKernel)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                            unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
+                            void *stream, void **params, void **extra);
+
+enum { MOST_PARAMS = 64 };
+
+/* A launch with all that it depends on. It keeps no tensor alive. */
+typedef struct {
+    PyObject *tensors, *addresses; /* tuples: weak references, and where each was */
+    PyObject *facts;
+    int32_t device;
+    CurrentDevice current_device;
+    CurrentStream current_stream;
+    LaunchKernel launch_kernel;
+    void *function;
+    unsigned grid[3], num_threads, shared;
+    Py_ssize_t num_fresh, num_params;
+    uint64_t values[MOST_PARAMS]; /* one for each parameter, whatever its size */
+} Kernel;
+
+static const char KERNEL[] = "compile_backend.Kernel";
+
+static void free_kernel(Kernel *kernel)
+{
+    Py_XDECREF(kernel->tensors);
+    Py_XDECREF(kernel->addresses);
+    Py_XDECREF(kernel->facts);
+    PyMem_Free(kernel);
+}
+
+static void free_kernel_of(PyObject *capsule)
+{
+    free_kernel(PyCapsule_GetPointer(capsule, KERNEL));
+}
+
+/* kernel_of((current_device, current_stream, launch_kernel), device, function,
+ *           (grid_x, grid_y, grid_z, threads, shared), params, num_fresh, tensors, addresses, facts)
+ *     -> Kernel
+ *
+ * The first are addresses of functions. params are 8 bytes for each parameter, of which the first
+ * num_fresh are replaced at every launch.
+ */
+static PyObject *kernel_of(PyObject *self, PyObject *args)
+{
+    Kernel *made = PyMem_Calloc(1, sizeof(Kernel));
+    if (made == NULL) {
+        return PyErr_NoMemory();
+    }
+    Py_buffer params = {0};
+    PyObject *functions[3], *function;
+    if (!PyArg_ParseTuple(args, "(OOO)iO(IIIII)y*nO!O!O", &functions[0], &functions[1],
+                          &functions[2], &made->device, &function, &made->grid[0], &made->grid[1],
+                          &made->grid[2], &made->num_threads, &made->shared, &params,
+                          &made->num_fresh, &PyTuple_Type, &made->tensors, &PyTuple_Type,
+                          &made->addresses, &made->facts)) {
+        PyMem_Free(made);
+        return NULL;
+    }
+    Py_INCREF(made->tensors);
+    Py_INCREF(made->addresses);
+    Py_INCREF(made->facts);
+    made->current_device = (CurrentDevice)PyLong_AsVoidPtr(functions[0]);
+    made->current_stream = (CurrentStream)PyLong_AsVoidPtr(functions[1]);
+    made->launch_kernel = (LaunchKernel)PyLong_AsVoidPtr(functions[2]);
+    made->function = PyLong_AsVoidPtr(function);
+    made->num_params = params.len / 8;
+    int is_good = !PyErr_Occurred() && params.len % 8 == 0 && made->num_params <= MOST_PARAMS &&
+                  made->num_fresh >= 0 && made->num_fresh <= made->num_params &&
+                  PyTuple_GET_SIZE(made->tensors) == PyTuple_GET_SIZE(made->addresses);
+    if (is_good) {
+        memcpy(made->values, params.buf, (size_t)params.len);
+    }
+    PyBuffer_Release(&params);
+    if (!is_good) {
+        free_kernel(made);
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_ValueError, "these are no parameters of one kernel");
+        }
+        return NULL;
+    }
+    return PyCapsule_New(made, KERNEL, free_kernel_of);
+}
+
+static PyObject *data_ptr_name;
+
+/* Whether a weak reference is to this very tensor, and that is where it was; -1 for errors. */
+static int is_where_it_was(PyObject *reference, PyObject *address, PyObject *tensor)
+{
+    if (!PyWeakref_CheckRef(reference) || PyWeakref_GetObject(reference) != tensor) {
+        return 0;
+    }
+    PyObject *now = PyObject_CallMethodNoArgs(tensor, data_ptr_name);
+    int is_same = now == NULL ? -1 : PyObject_RichCompareBool(now, address, Py_EQ);
+    Py_XDECREF(now);
+    return is_same;
+}
+
+/* repeat_kernel(Kernel, tensors, facts, fresh) -> whether it was launched
+ *
+ * On the current stream. False for other tensors, facts or another device, and for errors, which
+ * the general launch then raises.
+ */
+static PyObject *repeat_kernel(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    Kernel *kernel = num_args == 4 ? PyCapsule_GetPointer(args[0], KERNEL) : NULL;
+    if (kernel == NULL) {
+        PyErr_Clear();
+        Py_RETURN_FALSE;
+    }
+    Py_ssize_t num = PyTuple_GET_SIZE(kernel->tensors);
+    if (!PyTuple_CheckExact(args[1]) || PyTuple_GET_SIZE(args[1]) != num ||
+        !PyTuple_CheckExact(args[3]) || PyTuple_GET_SIZE(args[3]) != kernel->num_fresh) {
+        Py_RETURN_FALSE;
+    }
+    int is_same = PyObject_RichCompareBool(args[2], kernel->facts, Py_EQ);
+    for (Py_ssize_t i = 0; is_same == 1 && i < num; i++) {
+        is_same = is_where_it_was(PyTuple_GET_ITEM(kernel->tensors, i),
+                                  PyTuple_GET_ITEM(kernel->addresses, i),
+                                  PyTuple_GET_ITEM(args[1], i));
+    }
+    uint64_t values[MOST_PARAMS]; /* of this launch: others may run while it waits */
+    void *params[MOST_PARAMS];
+    for (Py_ssize_t i = 0; is_same == 1 && i < kernel->num_params; i++) {
+        params[i] = &values[i];
+        values[i] = kernel->values[i];
+        if (i < kernel->num_fresh) {
+            PyObject *now =
+                PyObject_CallMethodNoArgs(PyTuple_GET_ITEM(args[3], i), data_ptr_name);
+            values[i] = now == NULL ? 0 : PyLong_AsUnsignedLongLong(now);
+            Py_XDECREF(now);
+            is_same = !PyErr_Occurred() && values[i] % 16 == 0;
+        }
+    }
+    int32_t device = -1;
+    void *stream = NULL;
+    if (is_same != 1 || kernel->current_device(&device) != 0 || device != kernel->device ||
+        kernel->current_stream(device, &stream) != 0) {
+        PyErr_Clear();
+        Py_RETURN_FALSE;
+    }
+    const unsigned *grid = kernel->grid;
+    LaunchKernel launch_kernel = kernel->launch_kernel;
+    void *function = kernel->function;
+    unsigned num_threads = kernel->num_threads, shared = kernel->shared;
+    unsigned x = grid[0], y = grid[1], z = grid[2];
+    int error;
+    Py_BEGIN_ALLOW_THREADS; /* it waits while the device's queue is full */
+    error = launch_kernel(function, x, y, z, num_threads, 1, 1, shared, stream, params, NULL);
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(error == 0);
+}
+
 /* --- the module --------------------------------------------------------------------------- */
 
 static PyMethodDef methods[] = {
     {"count_tokens", (PyCFunction)(void (*)(void))count_tokens, METH_FASTCALL, NULL},
     {"all_longer", (PyCFunction)(void (*)(void))all_longer, METH_FASTCALL, NULL},
+    {"lengths", (PyCFunction)(void (*)(void))lengths, METH_FASTCALL, NULL},
     {"put_inputs", (PyCFunction)(void (*)(void))put_inputs, METH_FASTCALL, NULL},
     {"fill_attention", (PyCFunction)(void (*)(void))fill_attention, METH_FASTCALL, NULL},
     {"event_of", (PyCFunction)(void (*)(void))event_of, METH_FASTCALL, NULL},
@@ -806,6 +987,8 @@ static PyMethodDef methods[] = {
     {"have_moved", have_moved, METH_O, NULL},
     {"launch_of", (PyCFunction)(void (*)(void))launch_of, METH_FASTCALL, NULL},
     {"launch", launch, METH_O, NULL},
+    {"kernel_of", kernel_of, METH_VARARGS, NULL},
+    {"repeat_kernel", (PyCFunction)(void (*)(void))repeat_kernel, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -817,7 +1000,8 @@ PyMODINIT_FUNC PyInit__shortcuts(void)
 {
     import_array();
     held_name = PyUnicode_InternFromString("held");
-    int has_names = held_name != NULL;
+    data_ptr_name = PyUnicode_InternFromString("data_ptr");
+    int has_names = held_name != NULL && data_ptr_name != NULL;
     for (int i = 0; i < NUM_OF_BATCH; i++) {
         has_names &= (batch_names[i] = PyUnicode_InternFromString(OF_BATCH[i])) != NULL;
     }

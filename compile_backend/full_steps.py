@@ -24,7 +24,7 @@ from compile_backend.context import (
     get_forward_context,
 )
 from compile_backend.errors import CaptureError, number_of
-from compile_backend.known_steps import KnownStep, KnownSteps
+from compile_backend.known_steps import KnownFull
 from compile_backend.output_cut import handed_out
 from compile_backend.wrapper import CUDAGraphWrapper
 
@@ -82,10 +82,6 @@ class FullSteps:
         stats: where to count.
         cut: what callers get of the outputs.
         warn_once: of the runner.
-        query_len: of uniform decode batches.
-
-    Attributes:
-        known: the steps of batches that came before.
     """
 
     def __init__(
@@ -97,8 +93,6 @@ class FullSteps:
         stats: GraphStats,
         cut: OutputCut,
         warn_once: WarnOnce,
-        *,
-        query_len: int,
     ) -> None:
         self._call = call
         self._loader = loader
@@ -108,7 +102,6 @@ class FullSteps:
         self._warn_once = warn_once
         self._stats = stats
         self._steps: dict[BatchDescriptor, _FullStep] = {}
-        self.known = KnownSteps(loader, query_len)
         self._wrapper = CUDAGraphWrapper(
             self._send_and_call,
             CUDAGraphMode.FULL,
@@ -182,21 +175,26 @@ class FullSteps:
         stats.padding += key.num_tokens - num_tokens
         return outputs
 
-    def learn(self, key: BatchDescriptor, batch: Batch, num_tokens: int, num_reqs: int) -> None:
-        """Take note of the step that just ran, for the next batch like this one."""
+    def known(
+        self, key: BatchDescriptor, num_tokens: int, num_reqs: int
+    ) -> tuple[Layout, KnownFull] | None:
+        """The step that just ran, for the next batch like its own; None if there is no graph.
+
+        Args:
+            key: of the step.
+            num_tokens: of the batch.
+            num_reqs: of the batch.
+        """
         step = self._steps[key]
         graph, builder = step.graph, self._loader.builder
         if graph is None:
-            return
+            return None
         plan = None
         if builder is not None and builder.plans_every_step:
             plan = functools.partial(self._plan, key, step)
-
-        def known() -> KnownStep:
-            outputs = self._cut_held(step, num_tokens, num_reqs)
-            return KnownStep(graph, outputs, step.stats, key.num_tokens - num_tokens, plan)
-
-        self.known.learn(batch, step.layout, known)
+        outputs = self._cut_held(step, num_tokens, num_reqs)
+        padding = key.num_tokens - num_tokens
+        return step.layout, KnownFull(graph, outputs, step.stats, padding, plan)
 
     def _plan(self, key: BatchDescriptor, step: _FullStep, batch: Batch) -> None:
         builder = self._loader.builder
@@ -262,7 +260,6 @@ class FullSteps:
                 "a weight is at another address than when the graphs were captured (told once); "
                 "each is captured again at its next step. Call recapture() to do so at once",
             )
-        self.known.forget()
         for key, step in self._steps.items():
             self._wrapper.drop(key)
             step.graph = None

@@ -1,15 +1,18 @@
-"""FULL steps that ran before, repeated for the next batch that goes the same way.
+"""Steps that ran before, repeated for the next batch that goes the same way.
 
 A batch whose lengths alone tell where it runs needs no check, no dispatch and no look-up of its
 own once such a batch was run: `shortcuts.prepare` finds the step by its `plain_key`, writes the
-batch, and the graph replays. All other batches are left to the general code. Nobody here looks
+batch, and its graphs replay. All other batches are left to the general code. Nobody here looks
 after weights, or chooses a key.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
 
 from compile_backend import shortcuts
 from compile_backend.output_cut import handed_out
@@ -18,20 +21,35 @@ from compile_backend.runner_batch import FilledFromArrays
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from compile_backend.batch import BatchDescriptor
     from compile_backend.batch_loader import BatchLoader
+    from compile_backend.config import CUDAGraphMode
     from compile_backend.graph_engine import StaticGraph
-    from compile_backend.runner_batch import Batch
+    from compile_backend.output_cut import OutputCut
+    from compile_backend.piecewise_steps import PiecewiseSteps
+    from compile_backend.runner_batch import Batch, MetadataBuilder
     from compile_backend.shortcuts import Known
     from compile_backend.stats import KeyStats
-    from compile_backend.step_inputs import Layout
+    from compile_backend.step_inputs import Layout, StepInputs
 
-# A kilobyte each; batches of mixed lengths come in as many kinds as there are pairs of numbers.
+# A kilobyte each. Batches of mixed lengths come in as many kinds as there are pairs of numbers.
 _MOST_KNOWN = 1024
 
 
+NOT_RUN = object()
+"""Returned for a step that has to be run by the general code after all."""
+
+
+class KnownStep(Protocol):
+    """What is left to do once a batch lies in its memory on the host."""
+
+    def run(self, batch: Batch) -> Any:
+        """Run; what is returned is valid until the next step. `NOT_RUN` if nothing ran."""
+
+
 @dataclass(frozen=True, slots=True)
-class KnownStep:
-    """What is left to do once a batch lies where the graph reads it.
+class KnownFull:
+    """A step that is one graph, which begins with the copy to the device.
 
     Attributes:
         graph: to replay.
@@ -48,7 +66,7 @@ class KnownStep:
     plan: Callable[[Batch], object] | None
 
     def run(self, batch: Batch) -> Any:
-        """Replay; what is returned is valid until the next step."""
+        """See `KnownStep.run`."""
         if self.plan is not None:
             self.plan(batch)
         self.graph.replay()
@@ -59,8 +77,55 @@ class KnownStep:
         return handed_out(self.outputs)
 
 
+@dataclass(frozen=True, slots=True)
+class KnownPieces:
+    """A step that is replayed piece by piece.
+
+    Attributes:
+        key: of the runner.
+        pieces: repeats it.
+        inputs: the memory.
+        layout: of the key, in it.
+        builder: of attention's metadata; None without attention.
+        stats: the counts of its key.
+        cut: takes the padding off what the model returned.
+        num_tokens: of the batch.
+        num_reqs: of the batch.
+    """
+
+    key: BatchDescriptor
+    pieces: PiecewiseSteps
+    inputs: StepInputs
+    layout: Layout
+    builder: MetadataBuilder | None
+    stats: KeyStats
+    cut: OutputCut
+    num_tokens: int
+    num_reqs: int
+
+    def run(self, batch: Batch) -> Any:
+        """See `KnownStep.run`."""
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self._run(batch)
+        return self._run(batch)
+
+    def _run(self, batch: Batch) -> Any:
+        self.inputs.send(self.layout)
+        metadata = None
+        if self.builder is not None:
+            query_lens = np.asarray(batch.query_lens, np.int32)
+            metadata = self.builder.build(batch.attention, query_lens, self.layout.tensors)
+        outputs = self.pieces.repeat(self.key, metadata)
+        if outputs is None:
+            return NOT_RUN
+        self.stats.steps += 1
+        self.stats.padding += self.key.num_tokens - self.num_tokens
+        return self.cut(outputs, self.num_tokens, self.num_reqs)
+
+
 class KnownSteps:
-    """The steps that are known, by `plain_key`.
+    """The steps that are known, by `plain_key` and the highest mode that was allowed.
 
     Args:
         loader: knows the memory.
@@ -70,23 +135,30 @@ class KnownSteps:
     def __init__(self, loader: BatchLoader, query_len: int) -> None:
         self._loader = loader
         self._query_len = query_len
-        self._known: dict[int, Known] = {}
+        self._known: dict[CUDAGraphMode | None, dict[int, Known]] = {}
 
-    def prepare(self, batch: Batch) -> KnownStep | None:
+    def prepare(self, batch: Batch, highest: CUDAGraphMode | None) -> KnownStep | None:
         """The step to run for a batch, which lies in its memory then; None to do all by hand."""
-        step: KnownStep | None = shortcuts.prepare(self._known, self._query_len, batch)
+        known = self._known.get(highest)
+        if known is None:
+            return None
+        step: KnownStep | None = shortcuts.prepare(known, self._query_len, batch)
         return step
 
-    def learn(self, batch: Batch, layout: Layout, make: Callable[[], KnownStep]) -> None:
-        """Take note of a step that a batch just ran as, chosen by nothing but the batch.
+    def learn(
+        self, batch: Batch, highest: CUDAGraphMode | None, layout: Layout, step: KnownStep
+    ) -> None:
+        """Take note of a step that a batch just ran as, chosen by nothing but these two.
 
         Args:
             batch: of this step.
+            highest: the highest mode that was allowed.
             layout: the inputs of its key.
-            make: the step.
+            step: for batches like this one.
         """
         key = shortcuts.plain_key(batch, self._query_len)
-        if key is None or key in self._known:
+        known = self._known.setdefault(highest, {})
+        if key is None or key in known:
             return
         inputs = self._loader.inputs
         builder: object = self._loader.builder
@@ -96,10 +168,10 @@ class KnownSteps:
             arrays = builder.held_arrays(layout.arrays)
         if not can_wait or (builder is not None and arrays is None):
             return
-        if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
         num_rows = len(self._loader.specs)
-        self._known[key] = (layout.rows, num_rows, inputs, layout, event, arrays, make())
+        known[key] = (layout.rows, num_rows, inputs, layout, event, arrays, step)
 
     def forget(self) -> None:
         """Know nothing any more, since graphs are dropped."""

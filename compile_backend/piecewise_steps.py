@@ -93,6 +93,10 @@ class PiecewiseSteps:
             lambda item: outputs[item.index] if isinstance(item, _Output) else item, step.returned
         )
 
+    def knows(self, key: BatchDescriptor) -> bool:
+        """Whether a key's step may be repeated."""
+        return key in self._steps
+
     def forget(self) -> None:
         """Forget every step, since weights are elsewhere."""
         self._steps.clear()

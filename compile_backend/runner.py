@@ -30,6 +30,7 @@ from compile_backend.context import (
 from compile_backend.dispatch import CudagraphDispatcher
 from compile_backend.errors import CaptureError, ConfigError
 from compile_backend.full_steps import FullSteps
+from compile_backend.known_steps import NOT_RUN, KnownPieces, KnownSteps
 from compile_backend.once import WarnOnce
 from compile_backend.output_cut import OutputCut
 from compile_backend.piecewise_steps import PiecewiseSteps
@@ -76,6 +77,7 @@ class _Captured:
     resolution: Resolution
     full: FullSteps
     piecewise: PiecewiseSteps | None
+    known: KnownSteps
 
 
 class GraphModelRunner:
@@ -234,10 +236,18 @@ class GraphModelRunner:
             raise CaptureError("nothing is captured yet; call capture() before the first run")
         if self._weights.have_moved():
             self._forget(captured)
-        if highest_mode is None:
-            known = captured.full.known.prepare(batch)
-            if known is not None:
-                return known.run(batch)
+        if highest_mode not in _HIGHEST:
+            raise ConfigError(
+                "highest_mode",
+                highest_mode,
+                "is no mode of a single batch",
+                "use CUDAGraphMode.NONE, PIECEWISE or FULL",
+            )
+        known = captured.known.prepare(batch, highest_mode)
+        if known is not None:
+            outputs = known.run(batch)
+            if outputs is not NOT_RUN:
+                return outputs
         query_lens, num_tokens, is_uniform = self._count(batch.query_lens)
         num_reqs = len(query_lens)
         check_batch(
@@ -248,13 +258,6 @@ class GraphModelRunner:
             max_num_batched_tokens=self._max_num_batched_tokens,
             has_builder=self.builder is not None,
         )
-        if highest_mode not in _HIGHEST:
-            raise ConfigError(
-                "highest_mode",
-                highest_mode,
-                "is no mode of a single batch",
-                "use CUDAGraphMode.NONE, PIECEWISE or FULL",
-            )
         all_decode = batch.all_decode
         if is_uniform and all_decode is None and self.builder is not None:
             all_decode = self.builder.is_decode(batch.attention, query_lens)
@@ -271,8 +274,9 @@ class GraphModelRunner:
         if mode is _FULL:
             if captured.full.may_run(key):
                 outputs = captured.full.run(key, batch, query_lens, num_tokens)
-                if highest_mode is None:
-                    captured.full.learn(key, batch, num_tokens, num_reqs)
+                full = captured.full.known(key, num_tokens, num_reqs)
+                if full is not None:
+                    captured.known.learn(batch, highest_mode, *full)
                 return outputs
             mode, key = self._dispatcher.dispatch(descriptor, highest_mode=_PIECEWISE)
         with torch.inference_mode(False), torch.no_grad():
@@ -282,6 +286,14 @@ class GraphModelRunner:
         stats = self._stats.at(mode, key.relaxed())
         stats.steps += 1
         stats.padding += key.num_tokens - num_tokens
+        pieces = captured.piecewise
+        if mode is _PIECEWISE and pieces is not None and pieces.knows(key):
+            inputs = self._loader.inputs
+            layout = inputs.layout(*self._padded(key))
+            step = KnownPieces(
+                key, pieces, inputs, layout, self.builder, stats, self._cut, num_tokens, num_reqs
+            )
+            captured.known.learn(batch, highest_mode, layout, step)
         return outputs
 
     def report(self) -> RunnerReport:
@@ -364,12 +376,12 @@ class GraphModelRunner:
             self._stats,
             self._cut,
             self._warn_once,
-            query_len=self._query_len,
         )
         piecewise = None
         if self._compiled is not None:
             piecewise = PiecewiseSteps(self._compiled, self._weights)
-        return _Captured(resolution, full, piecewise)
+        known = KnownSteps(self._loader, self._query_len)
+        return _Captured(resolution, full, piecewise, known)
 
     def _warm_up(self, captured: _Captured, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
         for _ in range(self.config.cudagraph_num_of_warmups):
@@ -393,6 +405,7 @@ class GraphModelRunner:
 
     def _forget(self, captured: _Captured) -> None:
         """Drop what reads weights that are elsewhere now."""
+        captured.known.forget()
         captured.full.drop()
         if captured.piecewise is not None:
             captured.piecewise.forget()
@@ -408,8 +421,8 @@ class GraphModelRunner:
     ) -> Any:
         """Call the model itself: at PIECEWISE its pieces replay, at NONE nothing does."""
         is_padded = mode is _PIECEWISE
-        num_reqs = min(key.num_tokens, self._max_num_seqs) if is_padded else len(query_lens)
-        layout = self._loader.inputs.layout(key.num_tokens, num_reqs, keep=is_padded)
+        sizes = self._padded(key) if is_padded else (key.num_tokens, len(query_lens))
+        layout = self._loader.inputs.layout(*sizes, keep=is_padded)
         self._loader.load(layout, batch, query_lens, num_tokens)
         metadata = None
         if self.builder is not None:
@@ -423,6 +436,10 @@ class GraphModelRunner:
         call = functools.partial(self._call, *arguments)
         with enter_forward_context(ForwardContext(metadata, mode, key), SetBy.USER):
             return call() if steps is None else steps.learn(key, call, arguments)
+
+    def _padded(self, key: BatchDescriptor) -> tuple[int, int]:
+        """Tokens and requests of what pieces run on."""
+        return key.num_tokens, min(key.num_tokens, self._max_num_seqs)
 
     def _call(self, *arguments: torch.Tensor) -> Any:
         names = (spec.name for spec in self._loader.specs)

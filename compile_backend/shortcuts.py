@@ -12,9 +12,15 @@ import contextlib
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from compile_backend.torch_internals.cuda import event_functions, launch_functions, tensor_handles
+from compile_backend.torch_internals.cuda import (
+    event_functions,
+    kernel_functions,
+    launch_functions,
+    tensor_handles,
+)
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable, Mapping, Sequence
 
     import torch
@@ -58,6 +64,12 @@ all_longer: Callable[[Any, Any], bool | None] = (
 )
 """`(seq_lens, query_lens)`: whether every request is longer than what the step adds."""
 
+lengths: Callable[[Any, Any], tuple[int, int, int] | None] = (
+    _built.lengths if _built is not None else _declined(None)
+)
+"""`(query_lens, seq_lens)`: the longest query, the longest sequence, and the query length that all
+requests have, or else 0."""
+
 put_inputs: Callable[[tuple[Row, ...], int, Any, int, int], int] = (
     _built.put_inputs if _built is not None else _declined(0)
 )
@@ -88,6 +100,13 @@ have_moved: Callable[[object], bool] = _built.have_moved if _built is not None e
 
 launch: Callable[[object], bool] = _built.launch if _built is not None else _declined(False)
 """`(what launch_of returned)`: replay on the current stream, if the graph's device is current."""
+
+repeat_kernel: Callable[[object, tuple[Any, ...], object, tuple[Any, ...]], bool] = (
+    _built.repeat_kernel if _built is not None else _declined(False)
+)
+"""`(what kernel_of returned, tensors, facts, fresh)`: launch a kernel on the current stream, if
+its tensors are the very ones and where they were, its facts are equal and its device is current.
+`fresh` are the tensors of its first parameters, which are new each time."""
 
 
 def watch(
@@ -149,4 +168,43 @@ def launch_of(graph: torch.cuda.CUDAGraph, device: int) -> object | None:
     if functions is None:
         return None
     held: object = _built.launch_of(graph.raw_cuda_graph_exec(), device, *functions)
+    return held
+
+
+def kernel_of(
+    function: int,
+    device: int,
+    sizes: tuple[int, int, int, int, int],
+    parameters: bytes,
+    num_fresh: int,
+    tensors: Sequence[weakref.ref[torch.Tensor]],
+    addresses: Sequence[int],
+    facts: object,
+) -> object | None:
+    """A short way to launch a kernel of the driver again, for `repeat_kernel`.
+
+    Args:
+        function: the driver's handle, which must outlive what is returned.
+        device: of the function.
+        sizes: of the grid, x, y and z; threads of a block; bytes of dynamic shared memory.
+        parameters: 8 bytes for each.
+        num_fresh: how many of the first are replaced at each launch.
+        tensors: what else must be the same.
+        addresses: of them.
+        facts: likewise.
+    """
+    functions = None if _built is None else kernel_functions()
+    if functions is None:
+        return None
+    held: object = _built.kernel_of(
+        tuple(functions),
+        device,
+        function,
+        sizes,
+        parameters,
+        num_fresh,
+        tuple(tensors),
+        tuple(addresses),
+        facts,
+    )
     return held

@@ -41,7 +41,7 @@ def in_arrays(batch: Batch) -> Batch:
 def known_of(runner: GraphModelRunner) -> KnownSteps:
     captured = runner._captured
     assert captured is not None
-    return captured.full.known
+    return captured.known
 
 
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -49,8 +49,8 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     told: list[bool] = []
     original = KnownSteps.prepare
 
-    def prepare(self: KnownSteps, batch: Batch) -> Any:
-        step = original(self, batch)
+    def prepare(self: KnownSteps, batch: Batch, highest: Any) -> Any:
+        step = original(self, batch, highest)
         told.append(step is not None)
         return step
 
@@ -96,9 +96,9 @@ def test_a_prompt_as_long_as_a_decode_is_told_from_one(monkeypatch: pytest.Monke
         loop.runner.run(in_arrays(loop.batch(work)))
         for request, count in work:
             loop.done[request] += count
-    # Two prompts of two tokens, and one decode of two: by pieces, then FULL.
+    # A prompt of two tokens, a decode of two, and a prompt again.
     assert loop.ran() == {"FULL": [2], "PIECEWISE": [2, 2]}
-    assert told == [False] * 3
+    assert told == [False, False, True]
 
 
 def test_outputs_are_tensors_of_their_own() -> None:
@@ -134,7 +134,7 @@ def test_padding_of_a_known_step_is_filled_again() -> None:
         batch = Batch(query_lens=np.ones(len(numbers), int), inputs={"x": np.array(numbers)})
         sums.append(runner.run(batch)[0].item())
     assert sums == [10, 5 - 21, 30, 6 - 21, 30]
-    assert len(known_of(runner)._known) == 2
+    assert len(known_of(runner)._known[None]) == 2
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,60 @@ def test_a_lower_mode_is_no_known_step() -> None:
     assert loop.ran() == {"FULL": [1, 1, 1], "PIECEWISE": [1, 1, 4]}
 
 
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        ("cpu", "sdpa"),
+        pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+        pytest.param("cuda", "sdpa", marks=pytest.mark.gpu),
+    ],
+)
+def test_pieces_are_known_and_right(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str, *, is_inference: bool
+) -> None:
+    told = prepared(monkeypatch)
+    loop = make_loop("PIECEWISE", device=device, backend=backend)
+    requests = [loop.add([1, 2, 3]), loop.add([4, 5, 6, 7]), loop.add([8])]
+    loop.step([(requests[0], 3), (requests[1], 4), (requests[2], 1)])
+    del told[:]
+    for _ in range(6):
+        work = loop.grow(*requests)
+        with torch.inference_mode(is_inference):
+            logits = loop.runner.run(in_arrays(loop.batch(work)))
+        for row, (request, count) in zip(logits, work, strict=True):
+            loop.done[request] += count
+            expected = loop.model.dense(loop.tokens[request][: loop.done[request]])
+            torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
+    # The first finds the plan of its key, the second learns it, the third is known.
+    assert told == [False] * told.count(False) + [True] * told.count(True)
+    assert told.count(True) >= 3
+    assert loop.ran() == {"PIECEWISE": [4] * 6 + [8]}
+
+
+def test_a_step_whose_pieces_changed_is_run_by_the_general_code() -> None:
+    loop = make_loop("PIECEWISE")
+    request = loop.add([1, 2, 3])
+    loop.step([(request, 3)])
+
+    def decode() -> None:
+        logits = loop.runner.run(in_arrays(loop.batch(loop.grow(request))))
+        loop.done[request] += 1
+        expected = loop.model.dense(loop.tokens[request])
+        torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=1e-4)
+
+    for _ in range(4):
+        decode()
+    captured = loop.runner._captured
+    assert captured is not None
+    assert captured.piecewise is not None
+    assert captured.known._known[None]
+    captured.piecewise.forget()
+    for _ in range(4):
+        decode()
+    assert loop.ran() == {"PIECEWISE": [1] * 8 + [4]}
+
+
 def test_moved_weights_are_read_by_the_next_step() -> None:
     model = torch.nn.Linear(1, 1, bias=False).requires_grad_(requires_grad=False)
 
@@ -190,7 +244,7 @@ def test_moved_weights_are_read_by_the_next_step() -> None:
         model.weight.data = torch.full((1, 1), value)
         for _ in range(3):
             assert runner.run(batch).flatten().tolist() == [value, 2 * value]
-    assert len(known_of(runner)._known) == 1
+    assert len(known_of(runner)._known[None]) == 1
 
 
 def test_kinds_of_batches_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +256,7 @@ def test_kinds_of_batches_are_not_kept_without_end(monkeypatch: pytest.MonkeyPat
             numbers = np.arange(sum(lens))
             batch = Batch(query_lens=np.array(lens), inputs={"x": numbers})
             assert runner.run(batch).tolist() == (numbers + 1).tolist()
-            assert len(known_of(runner)._known) <= 3
+            assert len(known_of(runner)._known[None]) <= 3
 
 
 class Doubling(AttentionMetadataBuilder):

@@ -365,7 +365,7 @@ def test_steps_of_hugging_face_models_are_known():
 
 
 def test_results_of_known_steps_are_the_callers():
-    """They are copies, as those of other steps at PIECEWISE are."""
+    """They are copies: graphs of other functions share the memory pool of the pieces."""
     assert WIDTH > 1
     model = PagedToy()
     loop = run_of(compiled_toy(model), model)

@@ -168,11 +168,17 @@ class AttentionMetadataBuilder:
             tensors: of `input_spec` by name, on the device, padded.
         """
         host = _host_lengths(batch, query_lens)
+        longest = shortcuts.lengths(query_lens, host.seq_lens)
+        max_query_len, max_seq_len, uniform_query_len = longest or (
+            int(query_lens.max(initial=0)),
+            int(host.seq_lens.max(initial=0)),
+            _uniform(query_lens),
+        )
         metadata = self._metadata(
             tensors,
-            max_query_len=int(query_lens.max(initial=0)),
-            max_seq_len=int(host.seq_lens.max(initial=0)),
-            uniform_query_len=_uniform(query_lens),
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            uniform_query_len=uniform_query_len,
             host=host,
         )
         prepared = {backend: backend.prepare(metadata) for backend in self._backends}
@@ -232,8 +238,8 @@ class AttentionMetadataBuilder:
         host: HostLengths | None,
     ) -> AttentionMetadata:
         return AttentionMetadata(
-            num_tokens=len(tensors["slot_mapping"]),
-            num_reqs=len(tensors["seq_lens"]),
+            num_tokens=tensors["slot_mapping"].shape[0],  # `len` of a tensor is Python
+            num_reqs=tensors["seq_lens"].shape[0],
             query_start_loc=tensors["query_start_loc"],
             seq_lens=tensors["seq_lens"],
             block_table=tensors["block_table"],

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 import triton
 from triton.runtime import driver
 
+from compile_backend import shortcuts
+from compile_backend.attention.triton_packed import packing_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
@@ -40,6 +43,8 @@ class _Launch:
         grid: in three dimensions.
         kernel: what the launcher wants to know of the kernel.
         arguments: after the pointers that are new each time.
+        short: the same past Triton's launcher, for `shortcuts.repeat_kernel`; None if there is no
+            such way.
     """
 
     tensors: tuple[weakref.ref[torch.Tensor], ...]
@@ -50,6 +55,7 @@ class _Launch:
     grid: tuple[int, int, int]
     kernel: tuple[Any, ...]
     arguments: tuple[Any, ...]
+    short: object | None
 
 
 class KeptKernel:
@@ -106,17 +112,34 @@ class KeptKernel:
         kept = self._kept.get(key)
         if kept is None:
             _limit(self._kept)
-            self._kept[key] = self._kernel[grid](*tensors, *numbers, *constants, **options)
+            made = self._kernel[grid](*tensors, *numbers, *constants, **options)
+            self._kept[key] = made, packing_of(made)
             return
+        compiled, packing = kept
+        held = tuple([weakref.ref(tensor) for tensor in tensors[num_fresh:]])
+        arguments = (*addresses[num_fresh:], *numbers, *constants)
+        short = None
+        if slot is not None and packing is not None:
+            short = shortcuts.kernel_of(
+                compiled.function,
+                device,
+                (*grid, 1, packing.num_threads, packing.shared),
+                packing.pack((*addresses[:num_fresh], *arguments)),
+                num_fresh,
+                held,
+                addresses[num_fresh:],
+                facts,
+            )
         launch = _Launch(
-            tuple([weakref.ref(tensor) for tensor in tensors[num_fresh:]]),
+            held,
             addresses[num_fresh:],
             facts,
             device,
-            kept.run,
+            compiled.run,
             (*grid, 1),
-            (kept.function, kept.packed_metadata, None, None, None),
-            (*addresses[num_fresh:], *numbers, *constants),
+            (compiled.function, compiled.packed_metadata, None, None, None),
+            arguments,
+            short,
         )
         if slot is not None:
             _limit(self._last)
@@ -140,7 +163,11 @@ class KeptKernel:
             fresh: tensors that are new each time; aligned to 16 bytes.
         """
         last = self._last.get(slot)
-        if last is None or last.facts != facts or _is_hooked():
+        if last is None or _is_hooked():
+            return False
+        if last.short is not None:
+            return shortcuts.repeat_kernel(last.short, tensors, facts, fresh)
+        if last.facts != facts:
             return False
         for held, address, tensor in zip(last.tensors, last.addresses, tensors, strict=True):
             if held() is not tensor or tensor.data_ptr() != address:

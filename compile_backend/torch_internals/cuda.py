@@ -143,13 +143,36 @@ def launch_functions() -> list[int] | None:
 
     They tell the current device and a device's current stream, and launch an executable graph.
     """
-    from_torch = _stable_functions("aoti_torch_get_current_device_index")
-    stream = _stable_functions("aoti_torch_get_current_cuda_stream", library="libtorch_cuda.so")
-    launch = _driver_functions("cuGraphLaunch")
     has_handle = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
-    if from_torch is None or stream is None or launch is None or not has_handle:
+    return _current_and("cuGraphLaunch") if has_handle else None
+
+
+@functools.cache
+def kernel_functions() -> list[int] | None:
+    """Addresses of what a bare launch of a kernel calls, likewise."""
+    return _current_and("cuLaunchKernel")
+
+
+def parameter_sizes(function: int) -> list[int] | None:
+    """Bytes of each parameter of a loaded kernel; None where the driver does not tell.
+
+    Args:
+        function: the driver's handle.
+    """
+    try:
+        ask = ctypes.CDLL("libcuda.so.1").cuFuncGetParamInfo
+    except (OSError, AttributeError):
         return None
-    return [*from_torch, *stream, *launch]
+    sizes: list[int] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    while not ask(
+        ctypes.c_void_p(function),
+        ctypes.c_size_t(len(sizes)),
+        ctypes.byref(offset),
+        ctypes.byref(size),
+    ):
+        sizes.append(size.value)
+    return sizes
 
 
 @functools.cache
@@ -159,6 +182,16 @@ def event_functions() -> list[int] | None:
     Both take the handle of an event.
     """
     return _driver_functions("cuEventQuery", "cuEventSynchronize")
+
+
+def _current_and(launch: str) -> list[int] | None:
+    """What tells the current device and its current stream, then a function of the driver."""
+    device = _stable_functions("aoti_torch_get_current_device_index")
+    stream = _stable_functions("aoti_torch_get_current_cuda_stream", library="libtorch_cuda.so")
+    function = _driver_functions(launch)
+    if device is None or stream is None or function is None:
+        return None
+    return [*device, *stream, *function]
 
 
 def _driver_functions(*names: str) -> list[int] | None:
