@@ -29,6 +29,7 @@ from compile_backend.bench.request import BREAKABLE, BY_HAND, EAGER, OURS, PAGED
 from compile_backend.bench.rounds import Clock, Step, measure
 from compile_backend.bench.watch import keeping
 from compile_backend.config import CUDAGraphMode
+from compile_backend.support import AttentionCGSupport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,8 +146,10 @@ class PagedBench:
     ) -> dict[str, Step]:
         ways: dict[str, Step] = {}
         shared: GraphModelRunner | None = None
+        # Where attention lowers FULL, it becomes what the shared runner is.
+        is_full = paged.builder.support is AttentionCGSupport.ALWAYS
         for mode in self._request.modes:
-            if mode not in _HIGHEST:
+            if mode not in _HIGHEST and is_full:
                 runner = self._runner(self._compiled, paged, mode)
             else:
                 runner = shared = shared or self._runner(self._compiled, paged, _BOTH)

@@ -1,0 +1,157 @@
+"""Host time of a PIECEWISE step: its graphs, its attention calls, and what it takes beyond them.
+
+The graphs and the calls of one step are run once more by themselves, in turns with the step.
+
+    python benchmarks/piecewise_parts.py --shape 0.6B --attention triton,flash_attn_3
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compile_backend import replay_plan
+from compile_backend.bench.figures import cell, spread
+from compile_backend.bench.paged_batches import decode
+from compile_backend.bench.paged_ways import make_runner, on_paged_cache, run_at
+from compile_backend.bench.rounds import Clock, measure
+from compile_backend.bench.shapes import SHAPES, make_model
+from compile_backend.config import CUDAGraphMode
+from compile_backend.context import ForwardContext, SetBy, enter_forward_context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from compile_backend.bench.rounds import Step
+    from compile_backend.runner import GraphModelRunner
+
+PIECEWISE = CUDAGraphMode.PIECEWISE
+COLUMNS = (
+    ("whole step", "host_us"),
+    ("graphs alone", "host_us"),
+    ("attention alone", "host_us"),
+    ("step at FULL", "host_us"),
+    ("whole step", "wall_ms"),
+    ("step at FULL", "wall_ms"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """What a replay plan was made of."""
+
+    split: Any
+    calls: Mapping[str, Callable[..., Any]]
+    held: Mapping[str, Sequence[Any]]
+
+    def graphs(self) -> list[Callable[[], Any]]:
+        """The replays, in order."""
+        return [self.calls[name] for name in self.held]
+
+    def eager(self, inputs: Sequence[Any]) -> list[tuple[Callable[..., Any], list[Any]]]:
+        """The calls between them, with their arguments in a step on these inputs."""
+        values = dict(zip(self.split.inputs, inputs, strict=True))
+        for section in self.split.sections:
+            if section.name in self.held:
+                values |= zip(section.outputs, self.held[section.name], strict=True)
+        return [
+            (self.calls[section.name], [values[name] for name in section.inputs])
+            for section in self.split.sections
+            if section.name not in self.held
+        ]
+
+
+def noting(plans: list[Sections]) -> None:
+    """Have each plan written down from now on."""
+    stitch = replay_plan.stitch
+
+    def noted(split: Any, calls: Any, *, held: Any) -> Any:
+        plans.append(Sections(split, calls, held))
+        return stitch(split, calls, held=held)
+
+    replay_plan.stitch = noted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=("tiny", "0.6B", "8B"), default="0.6B")
+    parser.add_argument("--attention", default="triton")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--device", default="cuda")
+    arguments = parser.parse_args()
+    shape = SHAPES[arguments.shape]
+    device = torch.empty(0, device=arguments.device).device
+    plans: list[Sections] = []
+    noting(plans)
+    names = [f"{name}, {'host us' if of == 'host_us' else 'wall ms'}" for name, of in COLUMNS]
+    names += ["beyond both, us a piece", "PIECEWISE : FULL"]
+    print("| attention | pieces | " + " | ".join(names) + " |")
+    print("|---|---|" + "---|" * len(names))
+    with torch.no_grad():
+        model, compiled = make_model(shape, device), None
+        for attention in arguments.attention.split(","):
+            paged = on_paged_cache(model, shape, attention)
+            if compiled is None:
+                compiled = torch.compile(paged.module, backend="cudagraph_modes")
+            runner = make_runner(
+                compiled,
+                paged,
+                "FULL_AND_PIECEWISE",
+                options={},
+                sizes=[1],
+                max_num_seqs=1,
+                max_num_tokens=1,
+            )
+            runner.capture(progress=False)
+            work = decode(shape, 1)
+            whole = run_at(runner, work, PIECEWISE)
+            for _ in range(5):
+                whole()
+            ways = {
+                "whole step": whole,
+                **parts(runner, plans[-1], work.batch),
+                "step at FULL": run_at(runner, work),
+            }
+            times = measure(
+                ways, Clock(device), num_rounds=arguments.rounds, num_steps=arguments.steps
+            )
+            rounds = {(name, of): getattr(times[name], of) for name, of in COLUMNS}
+            beyond = [
+                (step - graphs - calls) / len(plans[-1].held)
+                for step, graphs, calls in zip(*(rounds[key] for key in COLUMNS[:3]), strict=True)
+            ]
+            ratios = [
+                step / full
+                for step, full in zip(rounds[COLUMNS[4]], rounds[COLUMNS[5]], strict=True)
+            ]
+            cells = [cell(spread(rounds[key]), 1 if key[1] == "host_us" else 3) for key in COLUMNS]
+            cells += [cell(spread(beyond), 2), cell(spread(ratios), 3)]
+            print(f"| {attention} | {len(plans[-1].held)} | " + " | ".join(cells) + " |")
+
+
+def parts(runner: GraphModelRunner, plan: Sections, batch: Any) -> dict[str, Step]:
+    """A step's graphs, and its attention calls, each by themselves."""
+    steps = runner._captured.piecewise._steps
+    ((key, step),) = steps.items()
+    layout = runner._loader.inputs.layout(1, 1)
+    metadata = runner.builder.build(batch.attention, batch.query_lens, layout.tensors)
+    replays, calls = plan.graphs(), plan.eager(step.args)
+
+    def graphs() -> None:
+        for replay in replays:
+            replay()
+
+    def attention() -> None:
+        with enter_forward_context(ForwardContext(metadata, PIECEWISE, key), SetBy.USER):
+            for call, given in calls:
+                call(*given)
+
+    return {"graphs alone": graphs, "attention alone": attention}
+
+
+if __name__ == "__main__":
+    main()
