@@ -6,6 +6,7 @@ graphs belong to which `torch.compile` call.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import weakref
@@ -49,6 +50,7 @@ class _Compiled:
     """All graphs of one `torch.compile` call."""
 
     graphs: list[BuiltGraph] = field(default_factory=list)
+    runners: list[weakref.ref[object]] = field(default_factory=list)
     warn_once: WarnOnce = field(default_factory=WarnOnce)
 
 
@@ -57,6 +59,29 @@ class CompiledFacts:
     """What a runner asks of the graphs that Dynamo made of one callable, now or later."""
 
     graphs: list[BuiltGraph]
+    runners: list[weakref.ref[object]]
+
+    def number_of(self, runner: object) -> int:
+        """The number of a runner among those of this callable.
+
+        Each has inputs, and so graphs of pieces, of its own. Those of a runner that is gone are
+        dropped once another one takes its number.
+        """
+        held = [reference() for reference in self.runners]
+        if not any(runner is one for one in held) and None not in held and held:
+            del held
+            gc.collect()  # a runner is part of cycles
+            held = [reference() for reference in self.runners]
+        for number, one in enumerate(held):
+            if one is runner:
+                return number
+            if one is None:
+                self.runners[number] = weakref.ref(runner)
+                for built in self.graphs if number else ():
+                    built.graph.forget_runner(number)
+                return number
+        self.runners.append(weakref.ref(runner))
+        return len(self.runners) - 1
 
     def num_eager_sections(self) -> int:
         """Sections between pieces, over all graphs."""
@@ -191,7 +216,8 @@ class CudagraphModesBackend:
         owner = compile_behind(compiled)
         if owner is None or backend_of(owner) is not self:
             return None
-        return CompiledFacts(self._compiled_by(owner).graphs)
+        compiled_by = self._compiled_by(owner)
+        return CompiledFacts(compiled_by.graphs, compiled_by.runners)
 
     def new_engine(self, device: torch.device) -> GraphEngine:
         """An engine with a memory pool of its own."""

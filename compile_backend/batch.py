@@ -41,3 +41,24 @@ class BatchDescriptor(NamedTuple):
 def graph_key(mode: CUDAGraphMode, descriptor: BatchDescriptor) -> BatchDescriptor:
     """The one form in which graphs of a mode are stored and looked up."""
     return descriptor.relaxed() if mode is CUDAGraphMode.PIECEWISE else descriptor
+
+
+RUNNER = "runner"
+
+
+def of_runner(number: int) -> tuple[tuple[str, int], ...]:
+    """What keys of pieces have in `extra` that belong to one of several runners of a model.
+
+    Args:
+        number: of the runner; the keys of the first are those of everybody else.
+    """
+    return ((RUNNER, number),) if number else ()
+
+
+def runner_of(key: BatchDescriptor) -> int:
+    """The number of the runner that a key of pieces belongs to."""
+    return next((item[1] for item in key.extra if _is_mark(item)), 0)
+
+
+def _is_mark(item: object) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and item[0] == RUNNER

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compile_backend.batch import BatchDescriptor, graph_key
+from compile_backend.batch import BatchDescriptor, graph_key, runner_of
 from compile_backend.config import CUDAGraphMode
 from compile_backend.context import (
     ForwardContext,
@@ -210,6 +210,22 @@ class CompiledGraph:
         self._num_shapes.clear()
         self._moves_in_a_row.clear()
         self._forget_plans()
+
+    def forget_runner(self, number: int) -> None:
+        """Drop the graphs of a runner that is gone, and all that was kept for its keys.
+
+        Args:
+            number: of the runner, not the first.
+        """
+        with self._one_at_a_time:
+            for mode, key in [seen for seen in self._seen if runner_of(seen[1]) == number]:
+                self._drop_graphs(key)
+                self._moves_in_a_row.pop(key, None)
+                self._inputs.forget(key)
+                self._seen.discard((mode, key))
+                self._captured_ahead.discard((mode, key))
+                self._num_shapes[mode, key.num_tokens] -= 1
+                self.stats.rows.pop((mode, key), None)
 
     def _plain_call(self, args: Sequence[Any]) -> Sequence[Any]:
         rules = self._rules
@@ -456,11 +472,7 @@ class CompiledGraph:
             "a weight or a static input is at another address than when it was captured (told "
             "once); its graphs are captured again",
         )
-        self._full.drop(key)
-        for runner in self._programs.runners:
-            runner.drop(key)
-        self._outputs.reset()
-        self._forget_plans(key)
+        self._drop_graphs(key)
         self._moves_in_a_row[key] += 1
         if self._moves_in_a_row[key] == MAX_MOVES_IN_A_ROW:
             self._warn_once(
@@ -471,3 +483,10 @@ class CompiledGraph:
                 "compiled function, compile the whole model, or each layer by itself",
                 MAX_MOVES_IN_A_ROW,
             )
+
+    def _drop_graphs(self, key: BatchDescriptor) -> None:
+        self._full.drop(key)
+        for runner in self._programs.runners:
+            runner.drop(key)
+        self._outputs.reset()
+        self._forget_plans(key)

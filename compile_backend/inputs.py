@@ -188,6 +188,10 @@ class InputBuffers:
         others = list(memories.values())
         return any(m in still or others.count(m) > 1 for m in written)
 
+    def forget(self, key: Hashable) -> None:
+        """Forget one key."""
+        self._loaded.pop(key, None)
+
     def reset(self) -> None:
         """Forget every key."""
         self._loaded.clear()

@@ -17,7 +17,7 @@ import torch
 
 from compile_backend import shortcuts
 from compile_backend.backend import cudagraph_modes
-from compile_backend.batch import BatchDescriptor
+from compile_backend.batch import BatchDescriptor, of_runner
 from compile_backend.batch_loader import BatchLoader
 from compile_backend.capture_estimate import SAMPLE, extrapolate
 from compile_backend.capture_keys import capture_keys
@@ -167,6 +167,7 @@ class GraphModelRunner:
         self._stats = GraphStats()
         self._graphs_before: dict[CUDAGraphMode, int] = {}
         self._captured: _Captured | None = None
+        self._number = 0  # among the runners of the model
 
     def capture(self, *, progress: bool = True) -> None:
         """Warm up and capture every graph of the plan: all warm-ups first, the largest first.
@@ -201,7 +202,7 @@ class GraphModelRunner:
         plan = self._dispatcher.capture_plan()
         sample = [(mode, keys[:SAMPLE]) for mode, keys in plan]
         warm_up_s = self._capture_keys(captured, sample, progress=False)
-        num_graphs = graphs_by_mode(self._all_stats(), self._graphs_before)
+        num_graphs = graphs_by_mode(self._all_stats(), self._number, self._graphs_before)
         if self._compiled is not None:
             cudagraph_modes.drop_graphs(self.model)
         input_bytes = self._loader.inputs.num_bytes
@@ -306,11 +307,11 @@ class GraphModelRunner:
             downgrades=()
             if captured is None
             else tuple(str(step) for step in captured.resolution.downgrades),
-            by_key=steps_with_graphs(self._stats, all_stats[1:]),
+            by_key=steps_with_graphs(self._stats, all_stats[1:], self._number),
             capture_s={mode: cost.seconds for mode, cost in by_mode.items()},
             num_bytes={mode: cost.num_bytes for mode, cost in by_mode.items()},
             by_size=dict(self._meter.by_size),
-            num_graphs=graphs_by_mode(all_stats, self._graphs_before),
+            num_graphs=graphs_by_mode(all_stats, self._number, self._graphs_before),
             input_bytes=self._loader.inputs.num_bytes,
         )
 
@@ -323,6 +324,8 @@ class GraphModelRunner:
     def _prepare(self) -> _Captured:
         """Compile, and settle which keys there are."""
         with torch.inference_mode(False), torch.no_grad():
+            if self._compiled is not None:
+                self._number = self._compiled.number_of(self)
             self._compile()
             captured = self._settle()
             self._dispatcher.initialize_cudagraph_keys(captured.resolution.mode)
@@ -336,7 +339,7 @@ class GraphModelRunner:
         progress: bool,
     ) -> float:
         self._meter = CaptureMeter(self._loader.inputs.device)
-        self._graphs_before = graphs_by_mode(self._all_stats())
+        self._graphs_before = graphs_by_mode(self._all_stats(), self._number)
         warm_up = functools.partial(self._warm_up, captured)
         return capture_keys(plan, warm_up, self._engine, self._meter, progress=progress)
 
@@ -434,7 +437,8 @@ class GraphModelRunner:
                 return outputs
         arguments = self._loader.arguments(layout)
         call = functools.partial(self._call, *arguments)
-        with enter_forward_context(ForwardContext(metadata, mode, key), SetBy.USER):
+        own = key._replace(extra=(*key.extra, *of_runner(self._number))) if is_padded else key
+        with enter_forward_context(ForwardContext(metadata, mode, own), SetBy.USER):
             return call() if steps is None else steps.learn(key, call, arguments)
 
     def _padded(self, key: BatchDescriptor) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from compile_backend.batch import of_runner, runner_of
 from compile_backend.config import CUDAGraphMode
 from compile_backend.reports import as_text, columns, facts, stack, stats_keys
 from compile_backend.stats import KeyStats
@@ -129,38 +130,47 @@ def _sizes(by_size: Mapping[Size, Cost]) -> Any:
 
 
 def graphs_by_mode(
-    all_stats: Iterable[GraphStats], before: Mapping[CUDAGraphMode, int] | None = None
+    all_stats: Iterable[GraphStats],
+    number: int = 0,
+    before: Mapping[CUDAGraphMode, int] | None = None,
 ) -> dict[CUDAGraphMode, int]:
     """Graphs captured, by mode.
 
     Args:
         all_stats: the counts of the runner and of the compiled graphs.
+        number: of the runner among those of the model.
         before: how many there were at an earlier time; those are left out.
     """
     numbers: dict[CUDAGraphMode, int] = {}
     for stats in all_stats:
-        for (mode, _), counts in stats.rows.items():
+        for (mode, key), counts in stats.rows.items():
+            if mode is CUDAGraphMode.PIECEWISE and runner_of(key) != number:
+                continue
             numbers[mode] = numbers.get(mode, 0) + counts.captures
-    for mode, number in (before or {}).items():
-        numbers[mode] -= number
-    return {mode: number for mode, number in numbers.items() if number}
+    for mode, earlier in (before or {}).items():
+        numbers[mode] -= earlier
+    return {mode: captured for mode, captured in numbers.items() if captured}
 
 
-def steps_with_graphs(own: GraphStats, compiled: Iterable[GraphStats]) -> dict[Row, KeyStats]:
+def steps_with_graphs(
+    own: GraphStats, compiled: Iterable[GraphStats], number: int = 0
+) -> dict[Row, KeyStats]:
     """The runner's steps, with what the graphs of pieces did in them.
 
     Args:
         own: the runner's counts.
         compiled: those of each compiled graph, which count the same steps once more.
+        number: of the runner among those of the model.
     """
     rows = {row: KeyStats() for row in own.rows}
     for row, counts in own.rows.items():
         rows[row].add(counts)
     for stats in compiled:
         for (mode, key), counts in stats.rows.items():
-            if mode is not CUDAGraphMode.PIECEWISE:
+            if mode is not CUDAGraphMode.PIECEWISE or runner_of(key) != number:
                 continue
-            extra = tuple(item for item in key.extra if not _is_sizes(item))
+            others = of_runner(number)
+            extra = tuple(i for i in key.extra if not _is_sizes(i) and i not in others)
             kept = KeyStats()
             kept.add(counts)
             kept.steps = kept.padding = 0
