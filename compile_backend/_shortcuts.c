@@ -247,10 +247,11 @@ static Py_ssize_t put_rows(PyObject *rows, Py_ssize_t num_rows, PyObject *values
         if (!PyTuple_CheckExact(row) || PyTuple_GET_SIZE(row) != 5) {
             break;
         }
-        PyObject *value = PyDict_GetItemWithError(values, PyTuple_GET_ITEM(row, 0));
         long axis = PyLong_AsLong(PyTuple_GET_ITEM(row, 2));
         long changes_with = PyLong_AsLong(PyTuple_GET_ITEM(row, 3));
         long long pad = PyLong_AsLongLong(PyTuple_GET_ITEM(row, 4));
+        /* Last: it is borrowed, and numbers of other classes run Python. */
+        PyObject *value = PyDict_GetItemWithError(values, PyTuple_GET_ITEM(row, 0));
         npy_intp size = changes_with == 0 ? num_tokens : num_reqs + (changes_with == 2);
         if (PyErr_Occurred() || value == NULL ||
             !put(PyTuple_GET_ITEM(row, 1), axis, value, size, pad)) {
@@ -373,6 +374,9 @@ static int fill(PyObject *const *batch, PyObject *const *held, int is_refill)
 static PyObject *fill_attention(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
     int is_refill = num_args == 12 ? PyObject_IsTrue(args[11]) : -1;
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
     return PyBool_FromLong(is_refill >= 0 && fill(args, args + 4, is_refill));
 }
 
@@ -542,12 +546,15 @@ static int bring(PyObject *known, const Plain *plain)
         !wait_for(PyTuple_GET_ITEM(known, COPIED))) {
         return 0;
     }
+    /* `held` tells what is filled of attention, so it may stay while inputs are put. */
+    if (put_rows(rows, num_rows, plain->of_batch[INPUTS], plain->num_tokens, plain->num_reqs) !=
+        num_rows) {
+        return 0;
+    }
     PyObject *last = PyObject_GetAttr(memory, held_name);
     int is_refill = last == layout;
     Py_XDECREF(last);
     if (last == NULL || PyObject_SetAttr(memory, held_name, Py_None) != 0 ||
-        put_rows(rows, num_rows, plain->of_batch[INPUTS], plain->num_tokens, plain->num_reqs) !=
-            num_rows ||
         (has_attention && !fill(plain->of_attention, &PyTuple_GET_ITEM(held, 0), is_refill))) {
         return 0;
     }
@@ -588,19 +595,36 @@ static PyObject *prepare(PyObject *self, PyObject *const *args, Py_ssize_t num_a
 
 /* --- addresses of tensors ----------------------------------------------------------------- */
 
-/* Two functions of torch's stable C interface (aoti_torch/c/shim.h), handed over by Python. */
+/* Functions of torch's stable C interface (aoti_torch/c/shim.h), handed over by Python. */
 typedef int32_t (*GetDataPtr)(void *tensor, void **address);
+typedef int32_t (*GetDim)(void *tensor, int64_t *num_dims);
+typedef int32_t (*GetNumbers)(void *tensor, int64_t **numbers);
 typedef int32_t (*DeleteTensor)(void *tensor);
+
+/* So many sizes and strides lie in a tensor itself, at places that stay; torch allocates memory
+ * for more, which may be gone later. */
+enum { MOST_DIMS = 5 };
+
+/* How a tensor lies at its address. */
+typedef struct {
+    Py_ssize_t num_dims;
+    const int64_t *now[2];         /* its sizes and strides, wherever the tensor has them */
+    int64_t noted[2][MOST_DIMS];
+} Laid;
 
 /* Tensors in dicts, each at an address. */
 typedef struct {
     Py_ssize_t num;
     PyObject *tables, *names; /* lists of dicts and of their keys */
+    Py_ssize_t *table_sizes;
     PyObject **objects;       /* what the dicts held; only compared, never used */
     void **tensors;           /* torch's handles of the same, which see new memory of a tensor;
-                                 NULL for a tensor without an address of its own */
+                                 NULL for a tensor without an address of its own, and for None */
     void **addresses;
+    Laid *laid;
     GetDataPtr get_data_ptr;
+    GetDim get_dim;
+    GetNumbers get_sizes, get_strides;
     DeleteTensor delete_tensor;
     uint64_t num_changes; /* of any watched dict, up to which the tables were compared */
 } Watch;
@@ -628,6 +652,8 @@ static void free_watch(Watch *watch)
     }
     Py_XDECREF(watch->tables);
     Py_XDECREF(watch->names);
+    PyMem_Free(watch->table_sizes);
+    PyMem_Free(watch->laid);
     PyMem_Free(watch->objects);
     PyMem_Free(watch->tensors);
     PyMem_Free(watch->addresses);
@@ -647,13 +673,46 @@ static int tables_are_the_same(Watch *watch)
     uint64_t num_changes = num_dict_changes;
     for (Py_ssize_t i = 0; i < watch->num; i++) {
         PyObject *table = PyList_GET_ITEM(watch->tables, i);
-        if (PyDict_GetItemWithError(table, PyList_GET_ITEM(watch->names, i)) != watch->objects[i]) {
+        if (PyDict_GET_SIZE(table) != watch->table_sizes[i] ||
+            PyDict_GetItemWithError(table, PyList_GET_ITEM(watch->names, i)) !=
+                watch->objects[i]) {
             PyErr_Clear();
             return 0;
         }
     }
     watch->num_changes = num_changes;
     return 1;
+}
+
+/* Note sizes and strides of a tensor; false if they do not lie in it, or cannot be told. */
+static int note_layout(Watch *watch, Py_ssize_t i)
+{
+    Laid *laid = &watch->laid[i];
+    int64_t num_dims = 0, *sizes = NULL, *strides = NULL;
+    void *tensor = watch->tensors[i];
+    if (watch->get_dim(tensor, &num_dims) != 0 || num_dims < 0 || num_dims > MOST_DIMS ||
+        watch->get_sizes(tensor, &sizes) != 0 || watch->get_strides(tensor, &strides) != 0) {
+        return 0;
+    }
+    laid->num_dims = (Py_ssize_t)num_dims;
+    laid->now[0] = sizes;
+    laid->now[1] = strides;
+    for (int which = 0; which < 2; which++) {
+        for (Py_ssize_t dim = 0; dim < laid->num_dims; dim++) {
+            laid->noted[which][dim] = laid->now[which][dim];
+        }
+    }
+    return 1;
+}
+
+static inline int lies_as_noted(const Laid *laid)
+{
+    int64_t differs = 0;
+    for (Py_ssize_t dim = 0; dim < laid->num_dims; dim++) {
+        differs |= laid->now[0][dim] ^ laid->noted[0][dim];
+        differs |= laid->now[1][dim] ^ laid->noted[1][dim];
+    }
+    return differs == 0;
 }
 
 /* Remember one tensor, at the address that Python found; false if the handle tells another. */
@@ -664,6 +723,7 @@ static int watch_one(Watch *watch, Py_ssize_t i, PyObject *address)
         return 0;
     }
     watch->addresses[i] = address == Py_None ? NULL : PyLong_AsVoidPtr(address);
+    watch->table_sizes[i] = PyDict_GET_SIZE(table);
     watch->objects[i] = PyDict_GetItemWithError(table, PyList_GET_ITEM(watch->names, i));
     if (PyErr_Occurred() || watch->objects[i] == NULL) {
         return 0;
@@ -677,16 +737,18 @@ static int watch_one(Watch *watch, Py_ssize_t i, PyObject *address)
     if (watch->tensors[i] == NULL) {
         return address == Py_None;
     }
-    return watch->get_data_ptr(watch->tensors[i], &told) == 0 && told == watch->addresses[i];
+    return watch->get_data_ptr(watch->tensors[i], &told) == 0 && told == watch->addresses[i] &&
+           note_layout(watch, i);
 }
 
-/* watch(tables, names, handles, addresses, get_data_ptr, delete_tensor) -> Watch | None
+/* watch(tables, names, handles, addresses, get_data_ptr, get_dim, get_sizes, get_strides,
+ *       delete_tensor) -> Watch | None
  *
- * Takes the handles over. The last two are addresses of the functions.
+ * Takes the handles over. The last five are addresses of the functions.
  */
 static PyObject *watch(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
-    if (num_args != 6 || !PyList_CheckExact(args[0]) || !PyList_CheckExact(args[1]) ||
+    if (num_args != 9 || !PyList_CheckExact(args[0]) || !PyList_CheckExact(args[1]) ||
         !PyList_CheckExact(args[2]) || !PyList_CheckExact(args[3])) {
         Py_RETURN_NONE;
     }
@@ -706,10 +768,16 @@ static PyObject *watch(PyObject *self, PyObject *const *args, Py_ssize_t num_arg
     made->objects = PyMem_Calloc(num + 1, sizeof(PyObject *));
     made->tensors = PyMem_Calloc(num + 1, sizeof(void *));
     made->addresses = PyMem_Calloc(num + 1, sizeof(void *));
+    made->table_sizes = PyMem_Calloc(num + 1, sizeof(Py_ssize_t));
+    made->laid = PyMem_Calloc(num + 1, sizeof(Laid));
     made->get_data_ptr = (GetDataPtr)PyLong_AsVoidPtr(args[4]);
-    made->delete_tensor = (DeleteTensor)PyLong_AsVoidPtr(args[5]);
+    made->get_dim = (GetDim)PyLong_AsVoidPtr(args[5]);
+    made->get_sizes = (GetNumbers)PyLong_AsVoidPtr(args[6]);
+    made->get_strides = (GetNumbers)PyLong_AsVoidPtr(args[7]);
+    made->delete_tensor = (DeleteTensor)PyLong_AsVoidPtr(args[8]);
     made->num_changes = num_dict_changes;
-    int is_good = made->objects && made->tensors && made->addresses && !PyErr_Occurred();
+    int is_good = made->objects && made->tensors && made->addresses && made->table_sizes &&
+                  made->laid && !PyErr_Occurred();
     for (Py_ssize_t i = 0; is_good && i < num; i++) { /* all of them, to be freed with the rest */
         PyObject *capsule = PyList_GET_ITEM(args[2], i);
         made->tensors[i] = capsule == Py_None ? NULL : PyCapsule_GetPointer(capsule, NULL);
@@ -744,7 +812,7 @@ static PyObject *have_moved(PyObject *self, PyObject *capsule)
         }
         void *address = NULL;
         if (watch->get_data_ptr(watch->tensors[i], &address) != 0 ||
-            address != watch->addresses[i]) {
+            address != watch->addresses[i] || !lies_as_noted(&watch->laid[i])) {
             Py_RETURN_TRUE;
         }
     }

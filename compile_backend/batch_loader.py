@@ -26,6 +26,9 @@ class BatchLoader:
         inputs: the memory; its specs are those of the model, then those of the builder.
         specs: of the model's inputs.
         builder: of the attention metadata; None without attention.
+
+    Attributes:
+        is_plain: whether all inputs of the last batch were plain arrays of integers.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class BatchLoader:
         self.specs = tuple(specs)
         self.builder = builder
         self._names = {spec.name for spec in specs}
+        self.is_plain = False
 
     def load(
         self, layout: Layout, batch: Batch, query_lens: npt.NDArray[np.int32], num_tokens: int
@@ -63,7 +67,8 @@ class BatchLoader:
         inputs.begin()
         is_refill, inputs.held = inputs.held is layout, None
         done = shortcuts.put_inputs(layout.rows, len(specs), values, num_tokens, num_reqs)
-        if done < len(specs) or len(values) > done:
+        self.is_plain = done == len(specs) == len(values)
+        if not self.is_plain:
             if values.keys() != self._names:
                 raise ValueError(
                     f"the batch has inputs {sorted(values)}, but input_spec names "

@@ -136,6 +136,8 @@ class KnownSteps:
         self._loader = loader
         self._query_len = query_len
         self._known: dict[CUDAGraphMode | None, dict[int, Known]] = {}
+        builder: object = loader.builder
+        self._can_know = builder is None or isinstance(builder, FilledFromArrays)
 
     def prepare(self, batch: Batch, highest: CUDAGraphMode | None) -> KnownStep | None:
         """The step to run for a batch, which lies in its memory then; None to do all by hand."""
@@ -145,33 +147,54 @@ class KnownSteps:
         step: KnownStep | None = shortcuts.prepare(known, self._query_len, batch)
         return step
 
-    def learn(
-        self, batch: Batch, highest: CUDAGraphMode | None, layout: Layout, step: KnownStep
-    ) -> None:
-        """Take note of a step that a batch just ran as, chosen by nothing but these two.
+    def key_of(self, batch: Batch, highest: CUDAGraphMode | None) -> int | None:
+        """Under what to learn the step that a batch will run as; None if there is nothing to.
 
         Args:
-            batch: of this step.
+            batch: without padding.
+            highest: the highest mode that is allowed.
+        """
+        if not self._can_know:
+            return None
+        key = shortcuts.plain_key(batch, self._query_len)
+        return None if key in self._known.get(highest, ()) else key
+
+    def learn(
+        self,
+        key: int,
+        highest: CUDAGraphMode | None,
+        layout: Layout,
+        step: KnownStep,
+    ) -> None:
+        """Take note of a step that just ran, chosen by nothing but the key and the highest mode.
+
+        Args:
+            key: told by `key_of` before the step.
             highest: the highest mode that was allowed.
             layout: the inputs of its key.
             step: for batches like this one.
         """
-        key = shortcuts.plain_key(batch, self._query_len)
-        known = self._known.setdefault(highest, {})
-        if key is None or key in known:
-            return
         inputs = self._loader.inputs
         builder: object = self._loader.builder
         event, can_wait = inputs.until_read()
+        if not can_wait or not self._loader.is_plain:
+            return
         arrays = None
         if isinstance(builder, FilledFromArrays):
             arrays = builder.held_arrays(layout.arrays)
-        if not can_wait or (builder is not None and arrays is None):
-            return
+            if arrays is None:
+                return
+        known = self._known.setdefault(highest, {})
         if len(known) >= _MOST_KNOWN:
             known.clear()
         num_rows = len(self._loader.specs)
         known[key] = (layout.rows, num_rows, inputs, layout, event, arrays, step)
+
+    def lose(self, batch: Batch, highest: CUDAGraphMode | None) -> None:
+        """Forget the step of a batch, which did not run; it may be learned again."""
+        key = shortcuts.plain_key(batch, self._query_len)
+        if key is not None:
+            self._known.get(highest, {}).pop(key, None)
 
     def forget(self) -> None:
         """Know nothing any more, since graphs are dropped."""

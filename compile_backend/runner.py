@@ -249,6 +249,8 @@ class GraphModelRunner:
             outputs = known.run(batch)
             if outputs is not NOT_RUN:
                 return outputs
+            captured.known.lose(batch, highest_mode)
+        to_learn = captured.known.key_of(batch, highest_mode)
         query_lens, num_tokens, is_uniform = self._count(batch.query_lens)
         num_reqs = len(query_lens)
         check_batch(
@@ -275,9 +277,10 @@ class GraphModelRunner:
         if mode is _FULL:
             if captured.full.may_run(key):
                 outputs = captured.full.run(key, batch, query_lens, num_tokens)
-                full = captured.full.known(key, num_tokens, num_reqs)
-                if full is not None:
-                    captured.known.learn(batch, highest_mode, *full)
+                if to_learn is not None:
+                    full = captured.full.known(key, num_tokens, num_reqs)
+                    if full is not None:
+                        captured.known.learn(to_learn, highest_mode, *full)
                 return outputs
             mode, key = self._dispatcher.dispatch(descriptor, highest_mode=_PIECEWISE)
         with torch.inference_mode(False), torch.no_grad():
@@ -287,14 +290,14 @@ class GraphModelRunner:
         stats = self._stats.at(mode, key.relaxed())
         stats.steps += 1
         stats.padding += key.num_tokens - num_tokens
-        pieces = captured.piecewise
-        if mode is _PIECEWISE and pieces is not None and pieces.knows(key):
+        pieces = captured.piecewise if mode is _PIECEWISE else None
+        if to_learn is not None and pieces is not None and pieces.knows(key):
             inputs = self._loader.inputs
             layout = inputs.layout(*self._padded(key))
             step = KnownPieces(
                 key, pieces, inputs, layout, self.builder, stats, self._cut, num_tokens, num_reqs
             )
-            captured.known.learn(batch, highest_mode, layout, step)
+            captured.known.learn(to_learn, highest_mode, layout, step)
         return outputs
 
     def report(self) -> RunnerReport:

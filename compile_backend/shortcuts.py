@@ -34,6 +34,9 @@ NOT_BUILT = (
     "host; install the package again where there is a C compiler, and Python's headers"
 )
 
+MOST_PARAMETERS = 64
+"""Of a kernel that `kernel_of` takes."""
+
 Row = tuple[str, Any, int, int, int]
 """An input: its name, its array on the host or None, the dimension that changes, with what it
 changes (0: tokens, 1: requests, 2: requests + 1), and the value of padding."""
@@ -96,7 +99,8 @@ prepare: Callable[[Mapping[int, Known], int, Any], Any] = (
 lies in the step's memory. If it declines after it wrote a part, that memory's `held` is None."""
 
 have_moved: Callable[[object], bool] = _built.have_moved if _built is not None else _declined(True)
-"""`(what watch returned)`: whether a watched tensor is elsewhere, was replaced or is gone."""
+"""`(what watch returned)`: whether a watched tensor is elsewhere, lies there in another way, was
+replaced or is gone."""
 
 launch: Callable[[object], bool] = _built.launch if _built is not None else _declined(False)
 """`(what launch_of returned)`: replay on the current stream, if the graph's device is current."""
@@ -112,7 +116,7 @@ its tensors are the very ones and where they were, its facts are equal and its d
 def watch(
     tables: Sequence[Mapping[str, torch.Tensor | None]],
     names: Sequence[str],
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor | None],
     addresses: Sequence[int | None],
 ) -> object | None:
     """Take note of tensors in dicts, for `have_moved`; they live as long as what it returns.
@@ -136,8 +140,7 @@ def watch(
         list(names),
         handles.capsules,
         list(addresses),
-        handles.get_data_ptr,
-        handles.delete_tensor,
+        *handles.functions,
     )
     return watched
 

@@ -1,8 +1,9 @@
 """Whether the weights that a graph reads are still where they were.
 
-A weight may be given other memory (`weight.data = ...`), or be replaced as a whole
-(`module.weight = ...`, `load_state_dict(assign=True)`, `module.cpu()`). Both are seen, since the
-modules' own tables are looked at; hundreds of weights take a few microseconds.
+A weight may be given other memory or another layout (`weight.data = ...`), be replaced as a whole
+(`module.weight = ...`, `load_state_dict(assign=True)`, `module.cpu()`), or come to be where there
+was none. All of it is seen, since the modules' own tables are looked at; hundreds of weights take
+a few microseconds.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ class Weights:
         self._model = model
         self._tables: list[Mapping[str, Any]] = []
         self._names: list[str] = []
-        # Those that only wrap others, or have no address: they have to be the same objects, and
-        # the former to have the same contents, which torch swaps on `module.to(...)`.
-        self._wrappers: dict[int, torch.Tensor] = {}
+        # Those that only wrap others, or have no address, and None: they have to be the same
+        # objects, and the first to have the same contents, which torch swaps on `module.to(...)`.
+        self._wrappers: dict[int, torch.Tensor | None] = {}
         self._contents: list[tuple[torch.Tensor, dict[str, Any]]] = []
         self._positions: list[int] = []
+        self._table_sizes: list[int] = []
         self._addresses: list[int | None] = []
+        self._layouts: list[tuple[torch.Size, tuple[int, ...]]] = []
         self._watched: object | None = None
         self.note()
 
@@ -54,14 +57,17 @@ class Weights:
             self._addresses[i] = _address_of(tensors[i])
         self._positions = [i for i in own if self._addresses[i] is not None]
         self._wrappers.update((i, tensors[i]) for i in own if self._addresses[i] is None)
+        self._layouts = [_layout_of(tensors[i]) for i in self._positions]
+        self._table_sizes = [*map(len, self._tables)]
         self._watched = shortcuts.watch(self._tables, self._names, tensors, self._addresses)
 
     def _add(self, table: Mapping[str, Any], name: str, tensor: torch.Tensor | None) -> None:
         """Look after a tensor, and after those that it only wraps, as quantized weights do."""
-        if tensor is None:
-            return
         self._tables.append(table)
         self._names.append(name)
+        if tensor is None:
+            self._wrappers[len(self._names) - 1] = None
+            return
         parts = names_of_wrapped(tensor)
         if parts:
             self._wrappers[len(self._names) - 1] = tensor
@@ -70,7 +76,7 @@ class Weights:
             self._add(vars(tensor), part, getattr(tensor, part))
 
     def have_moved(self) -> bool:
-        """Whether a weight is elsewhere, or gone."""
+        """Whether a weight is elsewhere, lies there in another way, is gone or is new."""
         contents = self._contents
         if contents and any(vars(wrapper) is not held for wrapper, held in contents):
             return True
@@ -78,16 +84,23 @@ class Weights:
             return shortcuts.have_moved(self._watched)
         try:
             tensors = self.tensors()
-            return any(
-                tensors[i] is not wrapper for i, wrapper in self._wrappers.items()
-            ) or not are_at_addresses(tensors, self._addresses, self._positions)
+            return (
+                self._table_sizes != [*map(len, self._tables)]
+                or any(tensors[i] is not wrapper for i, wrapper in self._wrappers.items())
+                or not are_at_addresses(tensors, self._addresses, self._positions)
+                or self._layouts != [_layout_of(tensors[i]) for i in self._positions]
+            )
         except (KeyError, AttributeError, TypeError, RuntimeError):  # it is gone, or None
             return True
 
-    def tensors(self) -> list[torch.Tensor]:
-        """What the tables hold where weights were noted."""
+    def tensors(self) -> list[Any]:
+        """What the tables hold where weights, or None, were noted."""
         tables: list[Any] = self._tables
         return [*map(operator.getitem, tables, self._names)]
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return tensor.size(), tensor.stride()
 
 
 def _address_of(tensor: torch.Tensor) -> int | None:

@@ -11,10 +11,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_toy import Loop, PagedToy, make_builder, make_loop
+from paged_toy import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    SPEC,
+    Loop,
+    PagedToy,
+    make_builder,
+    make_loop,
+)
 
 from compile_backend import CUDAGraphMode, shortcuts
 from compile_backend.attention.builder import AttentionBatch, AttentionMetadataBuilder
+from compile_backend.attention.sdpa import SdpaAttention
+from compile_backend.attention.spec import CacheFormat
 from compile_backend.known_steps import _MOST_KNOWN, KnownSteps
 from compile_backend.runner import GraphModelRunner
 from compile_backend.runner_batch import Batch
@@ -281,6 +291,123 @@ def test_a_builder_that_fills_otherwise_is_asked_in_every_step() -> None:
         loop.runner.run(in_arrays(loop.batch(loop.grow(request))))
         loop.done[request] += 1
     assert Doubling.num_fills == 3
+
+
+@pytest.mark.parametrize("name", ["fill", "is_decode"])
+def test_a_builder_whose_method_was_replaced_is_asked_in_every_step(name: str) -> None:
+    loop = make_loop("FULL", is_compiled=False)
+    builder: Any = loop.runner.builder
+    calls = []
+    original = getattr(builder, name)
+
+    def replaced(*args: Any, **facts: Any) -> Any:
+        calls.append(name)
+        return original(*args, **facts)
+
+    setattr(builder, name, replaced)
+    request = loop.add([1, 2, 3])
+    loop.step([(request, 3)])
+    del calls[:]
+    for _ in range(3):
+        loop.runner.run(in_arrays(loop.batch(loop.grow(request))))
+        loop.done[request] += 1
+    assert calls == [name] * 3
+
+
+def test_a_step_is_known_by_what_the_batch_was_before_it() -> None:
+    """An engine may count its requests up in place as soon as their tokens are stored."""
+    advance: list[Any] = []
+
+    class Advancing(SdpaAttention):
+        def forward(self, *args: Any) -> None:
+            super().forward(*args)
+            for lens in advance:
+                np.add(lens, 1, out=lens)
+            del advance[:]
+
+    cache = CacheFormat(dtype=torch.float32, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN)
+    loop = make_loop(backend=lambda _: Advancing(SPEC, cache, torch.device("cpu")))
+    for _ in range(5):  # prompts of one token
+        batch = in_arrays(loop.batch([(loop.add([5]), 1)]))
+        advance.append(batch.attention.seq_lens)
+        loop.runner.run(batch)
+    request = loop.add([5, 6, 7])
+    loop.step([(request, 3)])
+    for _ in range(3):
+        loop.runner.run(in_arrays(loop.batch(loop.grow(request))))
+        loop.done[request] += 1
+    assert loop.ran() == {"PIECEWISE": [1] * 5 + [4], "FULL": [1] * 3}
+
+
+def test_what_is_no_array_of_integers_is_never_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = prepared(monkeypatch)
+    runner = GraphModelRunner(
+        lambda x: x * 2,
+        {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [2]},
+        input_spec=(InputSpec("x", (Dim.NUM_TOKENS,), torch.float32),),
+        output_shape=(Dim.NUM_TOKENS,),
+        max_num_seqs=2,
+        max_num_batched_tokens=2,
+        device="cpu",
+    )
+    runner.capture(progress=False)
+    batch = Batch(query_lens=np.array([2]), inputs={"x": np.array([0.5, 1.5])})
+    for _ in range(3):
+        assert runner.run(batch).tolist() == [1.0, 3.0]
+    assert told == [False] * 3
+    assert not known_of(runner)._known.get(None)
+
+
+def test_inputs_that_cannot_be_put_leave_attention_filled() -> None:
+    """The next step need not clear a block table that nobody wrote to."""
+    loop = make_loop("FULL", is_compiled=False)
+    request = loop.add([1, 2, 3])
+    loop.step([(request, 3)])
+    for _ in range(2):
+        loop.runner.run(in_arrays(loop.batch(loop.grow(request))))
+        loop.done[request] += 1
+    inputs = loop.runner._loader.inputs
+    held = inputs.held
+    assert held is not None
+    batch = in_arrays(loop.batch(loop.grow(request)))
+    odd_one = dataclasses.replace(batch, inputs={**batch.inputs, "tokens": [1]})
+    assert known_of(loop.runner).prepare(odd_one, None) is None
+    assert inputs.held is held
+    wrong = AttentionBatch(seq_lens=np.array([99]), block_table=batch.attention.block_table)
+    contradictory = dataclasses.replace(batch, attention=wrong)
+    assert known_of(loop.runner).prepare(contradictory, None) is None
+    assert inputs.held is None
+
+
+def test_a_step_that_cannot_be_repeated_any_more_is_forgotten() -> None:
+    loop = make_loop("PIECEWISE")
+    request = loop.add([1, 2, 3])
+    loop.step([(request, 3)])
+    compiled = loop.runner._compiled
+    assert compiled is not None
+    for _ in range(6):
+        for _ in range(4):
+            logits = loop.runner.run(in_arrays(loop.batch(loop.grow(request))))
+            loop.done[request] += 1
+            expected = loop.model.dense(loop.tokens[request])
+            torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=1e-4)
+        compiled.graphs[0].graph._forget_plans()
+    loop.runner.run(in_arrays(loop.batch(loop.grow(request))))
+    assert not known_of(loop.runner)._known[None]
+
+
+def test_numbers_that_run_python_lose_nothing() -> None:
+    values = {"x": np.ones(1 << 16, np.int64)}
+
+    held = np.zeros(1 << 16, np.int64)
+
+    class Odd:
+        def __index__(self) -> int:
+            values.clear()
+            return 0
+
+    row: Any = ("x", held, 0, 0, Odd())
+    assert shortcuts.put_inputs((row,), 1, values, 1 << 16, 1) == 0
 
 
 def test_threads_take_turns() -> None:

@@ -140,6 +140,22 @@ def test_a_kernel_of_another_kind_is_declined(
     assert packing_of(kernel(monkeypatch, **facts)) is None
 
 
+def test_a_number_that_no_parameter_holds_is_left_to_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packing = packing_of(kernel(monkeypatch))
+    assert packing is not None
+    assert packing.pack((8, 2**31, "compiled in", 0.5)) is None
+    assert packing.pack((8, 1, "compiled in", 1e39)) is None
+
+
+def test_a_kernel_of_too_many_parameters_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, is_taken in ((62, True), (63, False)):
+        types = {f"x{i}": "*fp32" for i in range(number)}
+        made = kernel(monkeypatch, sizes=[8] * (number + 2), types=types)
+        assert (packing_of(made) is not None) is is_taken
+
+
 def test_what_is_no_kernel_is_declined() -> None:
     assert packing_of(SimpleNamespace()) is None
 

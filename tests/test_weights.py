@@ -60,6 +60,21 @@ MOVES: dict[str, Change] = {
         delattr(model.layers[1], "weight"),
         setattr(model.layers[1], "weight", torch.ones(2, 2)),
     ),
+    "a bias where there was none": lambda model: setattr(
+        model.layers[1], "bias", torch.nn.Parameter(torch.ones(2))
+    ),
+    "one more": lambda model: model.layers[1].register_parameter(
+        "more", torch.nn.Parameter(torch.ones(2))
+    ),
+    "turned round in place": lambda model: setattr(
+        model.layers[1].weight, "data", model.layers[1].weight.data.t()
+    ),
+    "its own first rows": lambda model: setattr(
+        model.layers[1].weight, "data", model.layers[1].weight.data[:1]
+    ),
+    "more dimensions in place": lambda model: setattr(
+        model.layers[1].weight, "data", model.layers[1].weight.data[None, None, None, None, None]
+    ),
     "a part of itself": lambda model: setattr(
         model.layers[1].weight, "data", model.layers[1].weight.data[1:]
     ),

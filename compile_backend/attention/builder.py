@@ -145,12 +145,14 @@ class AttentionMetadataBuilder:
             slots[num_tokens:] = -1
 
     def held_arrays(self, host: Mapping[str, npt.NDArray[Any]]) -> tuple[Any, ...] | None:
-        """What `shortcuts.fill_attention` holds; None for a subclass, which may fill otherwise.
+        """What `shortcuts.fill_attention` holds; None where something else fills.
+
+        That is a subclass, or a builder whose methods were replaced.
 
         Args:
             host: as for `fill`.
         """
-        if type(self) is not AttentionMetadataBuilder:
+        if type(self) is not AttentionMetadataBuilder or vars(self).keys() & {"fill", "is_decode"}:
             return None
         return (*(host[name] for name in _FILLED), *self._limits)
 

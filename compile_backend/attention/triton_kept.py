@@ -119,12 +119,15 @@ class KeptKernel:
         held = tuple([weakref.ref(tensor) for tensor in tensors[num_fresh:]])
         arguments = (*addresses[num_fresh:], *numbers, *constants)
         short = None
+        parameters = None
         if slot is not None and packing is not None:
+            parameters = packing.pack((*addresses[:num_fresh], *arguments))
+        if packing is not None and parameters is not None:
             short = shortcuts.kernel_of(
                 compiled.function,
                 device,
                 (*grid, 1, packing.num_threads, packing.shared),
-                packing.pack((*addresses[:num_fresh], *arguments)),
+                parameters,
                 num_fresh,
                 held,
                 addresses[num_fresh:],
@@ -157,8 +160,8 @@ class KeptKernel:
 
         Args:
             slot: of `launch`.
-            tensors: of `launch`, but for those that are new each time; their shapes are what they
-                were.
+            tensors: of `launch`, but for those that are new each time; they are laid out as they
+                were, in elements of the same type.
             facts: of `launch`.
             fresh: tensors that are new each time; aligned to 16 bytes.
         """

@@ -11,6 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from compile_backend.shortcuts import MOST_PARAMETERS
 from compile_backend.torch_internals.cuda import parameter_sizes
 
 if TYPE_CHECKING:
@@ -36,13 +37,16 @@ class Packing:
     num_threads: int
     shared: int
 
-    def pack(self, values: Sequence[Any]) -> bytes:
-        """The parameters of a launch.
+    def pack(self, values: Sequence[Any]) -> bytes | None:
+        """The parameters of a launch; None for a number that no parameter holds.
 
         Args:
             values: of all arguments, constants included, with addresses for pointers.
         """
-        return self.cells.pack(*[values[i] for i in self.positions], *(0,) * _NUM_SCRATCH)
+        try:
+            return self.cells.pack(*[values[i] for i in self.positions], *(0,) * _NUM_SCRATCH)
+        except (struct.error, OverflowError):
+            return None
 
 
 def packing_of(kernel: Any) -> Packing | None:
@@ -53,8 +57,8 @@ def packing_of(kernel: Any) -> Packing | None:
 
     Returns:
         None if the kernel takes anything but pointers, integers of 32 and 64 bits and floats of
-        32, if a launch of it needs more than a grid, a block and shared memory, or if the driver
-        finds other parameters in it.
+        32, or too many of them, if a launch of it needs more than a grid, a block and shared
+        memory, or if the driver finds other parameters in it.
     """
     metadata, source = getattr(kernel, "metadata", None), getattr(kernel, "src", None)
     if metadata is None or source is None or not _is_plain(metadata):
@@ -62,9 +66,9 @@ def packing_of(kernel: Any) -> Packing | None:
     types = list(source.signature.values())
     positions = tuple(i for i, kind in enumerate(types) if kind != "constexpr")
     kinds = ["*" if types[i].startswith("*") else types[i] for i in positions]
-    if not all(kind in _KINDS for kind in kinds):
-        return None
     kinds += ["*"] * _NUM_SCRATCH
+    if len(kinds) > MOST_PARAMETERS or not all(kind in _KINDS for kind in kinds):
+        return None
     if parameter_sizes(kernel.function) != [_KINDS[kind][1] for kind in kinds]:
         return None
     cells = struct.Struct("<" + "".join(_KINDS[kind][0] for kind in kinds))

@@ -114,13 +114,12 @@ class TensorHandles:
     Attributes:
         capsules: each with a handle that whoever takes it must delete, or None. A handle sees new
             memory of its tensor, and keeps the tensor alive.
-        get_data_ptr: address of `aoti_torch_get_data_ptr`.
-        delete_tensor: address of `aoti_torch_delete_tensor_object`.
+        functions: addresses of what tells a tensor's address, its dimensions, sizes and strides,
+            and of what deletes a handle.
     """
 
     capsules: list[Any]
-    get_data_ptr: int
-    delete_tensor: int
+    functions: tuple[int, ...]
 
 
 def tensor_handles(tensors: Sequence[torch.Tensor | None]) -> TensorHandles | None:
@@ -130,11 +129,18 @@ def tensor_handles(tensors: Sequence[torch.Tensor | None]) -> TensorHandles | No
         tensors: with data of their own; None stays None.
     """
     make = getattr(getattr(torch._C, "_aoti", None), "unsafe_alloc_void_ptrs_from_tensors", None)
-    functions = _stable_functions("aoti_torch_get_data_ptr", "aoti_torch_delete_tensor_object")
+    functions = _stable_functions(
+        "aoti_torch_get_data_ptr",
+        "aoti_torch_get_dim",
+        "aoti_torch_get_sizes",
+        "aoti_torch_get_strides",
+        "aoti_torch_delete_tensor_object",
+    )
     if make is None or functions is None:
         return None
     made = iter(make([tensor for tensor in tensors if tensor is not None]))
-    return TensorHandles([None if item is None else next(made) for item in tensors], *functions)
+    capsules = [None if item is None else next(made) for item in tensors]
+    return TensorHandles(capsules, tuple(functions))
 
 
 @functools.cache
