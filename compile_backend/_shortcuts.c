@@ -605,12 +605,12 @@ typedef int32_t (*DeleteTensor)(void *tensor);
  * for more, which may be gone later. */
 enum { MOST_DIMS = 5 };
 
-/* How a tensor lies at its address. */
+/* A tensor with an address: where it was, and where it has its sizes and strides itself. */
 typedef struct {
+    void *tensor, *address;
+    const int64_t *sizes, *strides;
     Py_ssize_t num_dims;
-    const int64_t *now[2];         /* its sizes and strides, wherever the tensor has them */
-    int64_t noted[2][MOST_DIMS];
-} Laid;
+} Own;
 
 /* Tensors in dicts, each at an address. */
 typedef struct {
@@ -620,8 +620,9 @@ typedef struct {
     PyObject **objects;       /* what the dicts held; only compared, never used */
     void **tensors;           /* torch's handles of the same, which see new memory of a tensor;
                                  NULL for a tensor without an address of its own, and for None */
-    void **addresses;
-    Laid *laid;
+    Py_ssize_t num_own;
+    Own *own;       /* those with an address */
+    int64_t *noted; /* the sizes, then the strides of each of them, one after the other */
     GetDataPtr get_data_ptr;
     GetDim get_dim;
     GetNumbers get_sizes, get_strides;
@@ -653,10 +654,10 @@ static void free_watch(Watch *watch)
     Py_XDECREF(watch->tables);
     Py_XDECREF(watch->names);
     PyMem_Free(watch->table_sizes);
-    PyMem_Free(watch->laid);
+    PyMem_Free(watch->own);
+    PyMem_Free(watch->noted);
     PyMem_Free(watch->objects);
     PyMem_Free(watch->tensors);
-    PyMem_Free(watch->addresses);
     PyMem_Free(watch);
 }
 
@@ -684,45 +685,44 @@ static int tables_are_the_same(Watch *watch)
     return 1;
 }
 
-/* Note sizes and strides of a tensor; false if they do not lie in it, or cannot be told. */
-static int note_layout(Watch *watch, Py_ssize_t i)
+/* Note a tensor with an address, whose numbers come at `noted`; how many there are, or -1 if they
+ * do not lie in the tensor, or cannot be told. */
+static Py_ssize_t note_own(Watch *watch, void *tensor, void *address, int64_t *noted)
 {
-    Laid *laid = &watch->laid[i];
+    Own *own = &watch->own[watch->num_own];
     int64_t num_dims = 0, *sizes = NULL, *strides = NULL;
-    void *tensor = watch->tensors[i];
     if (watch->get_dim(tensor, &num_dims) != 0 || num_dims < 0 || num_dims > MOST_DIMS ||
         watch->get_sizes(tensor, &sizes) != 0 || watch->get_strides(tensor, &strides) != 0) {
-        return 0;
+        return -1;
     }
-    laid->num_dims = (Py_ssize_t)num_dims;
-    laid->now[0] = sizes;
-    laid->now[1] = strides;
-    for (int which = 0; which < 2; which++) {
-        for (Py_ssize_t dim = 0; dim < laid->num_dims; dim++) {
-            laid->noted[which][dim] = laid->now[which][dim];
-        }
-    }
-    return 1;
+    *own = (Own){tensor, address, sizes, strides, (Py_ssize_t)num_dims};
+    memcpy(noted, sizes, sizeof(int64_t) * (size_t)num_dims);
+    memcpy(noted + num_dims, strides, sizeof(int64_t) * (size_t)num_dims);
+    watch->num_own++;
+    return 2 * (Py_ssize_t)num_dims;
 }
 
-static inline int lies_as_noted(const Laid *laid)
+static inline int lies_as_noted(const Own *own, const int64_t *noted)
 {
     int64_t differs = 0;
-    for (Py_ssize_t dim = 0; dim < laid->num_dims; dim++) {
-        differs |= laid->now[0][dim] ^ laid->noted[0][dim];
-        differs |= laid->now[1][dim] ^ laid->noted[1][dim];
+    for (Py_ssize_t dim = 0; dim < own->num_dims; dim++) {
+        differs |= own->sizes[dim] ^ noted[dim];
+        differs |= own->strides[dim] ^ noted[own->num_dims + dim];
     }
     return differs == 0;
 }
 
-/* Remember one tensor, at the address that Python found; false if the handle tells another. */
-static int watch_one(Watch *watch, Py_ssize_t i, PyObject *address)
+/* Remember one tensor, at the address that Python found; false if the handle tells another.
+ *
+ * Its sizes and strides go to `*noted`, which moves on.
+ */
+static int watch_one(Watch *watch, Py_ssize_t i, PyObject *address, int64_t **noted)
 {
     PyObject *table = PyList_GET_ITEM(watch->tables, i);
     if (!PyDict_Check(table)) {
         return 0;
     }
-    watch->addresses[i] = address == Py_None ? NULL : PyLong_AsVoidPtr(address);
+    void *known = address == Py_None ? NULL : PyLong_AsVoidPtr(address);
     watch->table_sizes[i] = PyDict_GET_SIZE(table);
     watch->objects[i] = PyDict_GetItemWithError(table, PyList_GET_ITEM(watch->names, i));
     if (PyErr_Occurred() || watch->objects[i] == NULL) {
@@ -737,8 +737,12 @@ static int watch_one(Watch *watch, Py_ssize_t i, PyObject *address)
     if (watch->tensors[i] == NULL) {
         return address == Py_None;
     }
-    return watch->get_data_ptr(watch->tensors[i], &told) == 0 && told == watch->addresses[i] &&
-           note_layout(watch, i);
+    if (watch->get_data_ptr(watch->tensors[i], &told) != 0 || told != known) {
+        return 0;
+    }
+    Py_ssize_t num = note_own(watch, watch->tensors[i], known, *noted);
+    *noted += num < 0 ? 0 : num;
+    return num >= 0;
 }
 
 /* watch(tables, names, handles, addresses, get_data_ptr, get_dim, get_sizes, get_strides,
@@ -767,23 +771,24 @@ static PyObject *watch(PyObject *self, PyObject *const *args, Py_ssize_t num_arg
     made->names = Py_NewRef(args[1]);
     made->objects = PyMem_Calloc(num + 1, sizeof(PyObject *));
     made->tensors = PyMem_Calloc(num + 1, sizeof(void *));
-    made->addresses = PyMem_Calloc(num + 1, sizeof(void *));
     made->table_sizes = PyMem_Calloc(num + 1, sizeof(Py_ssize_t));
-    made->laid = PyMem_Calloc(num + 1, sizeof(Laid));
+    made->own = PyMem_Calloc(num + 1, sizeof(Own));
+    made->noted = PyMem_Calloc(num + 1, 2 * MOST_DIMS * sizeof(int64_t));
     made->get_data_ptr = (GetDataPtr)PyLong_AsVoidPtr(args[4]);
     made->get_dim = (GetDim)PyLong_AsVoidPtr(args[5]);
     made->get_sizes = (GetNumbers)PyLong_AsVoidPtr(args[6]);
     made->get_strides = (GetNumbers)PyLong_AsVoidPtr(args[7]);
     made->delete_tensor = (DeleteTensor)PyLong_AsVoidPtr(args[8]);
     made->num_changes = num_dict_changes;
-    int is_good = made->objects && made->tensors && made->addresses && made->table_sizes &&
-                  made->laid && !PyErr_Occurred();
+    int64_t *noted = made->noted;
+    int is_good = made->objects && made->tensors && made->table_sizes && made->own && noted &&
+                  !PyErr_Occurred();
     for (Py_ssize_t i = 0; is_good && i < num; i++) { /* all of them, to be freed with the rest */
         PyObject *capsule = PyList_GET_ITEM(args[2], i);
         made->tensors[i] = capsule == Py_None ? NULL : PyCapsule_GetPointer(capsule, NULL);
     }
     for (Py_ssize_t i = 0; is_good && i < num; i++) {
-        is_good = watch_one(made, i, PyList_GET_ITEM(args[3], i));
+        is_good = watch_one(made, i, PyList_GET_ITEM(args[3], i), &noted);
     }
     if (!is_good) {
         PyErr_Clear();
@@ -803,18 +808,18 @@ static PyObject *have_moved(PyObject *self, PyObject *capsule)
     if (!tables_are_the_same(watch)) {
         Py_RETURN_TRUE;
     }
-    for (Py_ssize_t i = 0; i < watch->num; i++) {
-        if (watch->tensors[i] == NULL) {
-            continue;
-        }
-        if (i + 8 < watch->num && watch->tensors[i + 8] != NULL) {
-            __builtin_prefetch(*(void **)watch->tensors[i + 8]); /* the tensor behind the handle */
+    const int64_t *noted = watch->noted;
+    for (Py_ssize_t i = 0; i < watch->num_own; i++) {
+        const Own *own = &watch->own[i];
+        if (i + 8 < watch->num_own) {
+            __builtin_prefetch(*(void **)own[8].tensor); /* the tensor behind the handle */
         }
         void *address = NULL;
-        if (watch->get_data_ptr(watch->tensors[i], &address) != 0 ||
-            address != watch->addresses[i] || !lies_as_noted(&watch->laid[i])) {
+        if (watch->get_data_ptr(own->tensor, &address) != 0 || address != own->address ||
+            !lies_as_noted(own, noted)) {
             Py_RETURN_TRUE;
         }
+        noted += 2 * own->num_dims;
     }
     Py_RETURN_FALSE;
 }

@@ -256,6 +256,33 @@ def test_steps_that_follow_each_other_do_not_mix_on_a_gpu(is_captured: bool) -> 
 
 
 @pytest.mark.gpu
+def test_the_copy_in_a_graph_is_waited_for_from_its_launch_on() -> None:
+    """Not only from when the device comes to it: the host would write what is not copied yet."""
+    cuda = torch.empty(0, device="cuda").device
+    specs = (InputSpec("x", (TOKENS,), torch.int64),)
+    inputs = StepInputs(specs, cuda, max_num_tokens=8, max_num_reqs=1)
+    layout = inputs.layout(8, 1)
+    inputs.send(layout)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inputs.send(layout)
+    graph.replay()
+    torch.cuda.synchronize()
+    event = inputs._copied
+    assert event is not None
+    assert event.query()
+    for number in range(3):
+        inputs.begin()
+        inputs.put(layout.places["x"], np.full(8, number), 8)
+        torch.cuda._sleep(200_000_000)  # a tenth of a second
+        graph.replay()
+        assert not event.query()
+        inputs.begin()
+        assert layout.tensors["x"].tolist() == [number] * 8
+
+
+@pytest.mark.gpu
 def test_what_a_refused_step_began_does_not_reach_the_next_one() -> None:
     """Its value on the device arrives late at the host's block, which is written again by then."""
     cuda = torch.empty(0, device="cuda").device
