@@ -48,6 +48,28 @@ def in_arrays(batch: Batch) -> Batch:
     )
 
 
+on_each_device = pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        ("cpu", "sdpa"),
+        pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+        pytest.param("cuda", "sdpa", marks=pytest.mark.gpu),
+    ],
+)
+
+
+def step_in_arrays(
+    loop: Loop, work: list[tuple[int, int]] | None, *, highest_mode: Any = None
+) -> None:
+    """A step as an engine would give it, compared with the reference; a decode of all if None."""
+    work = work or loop.grow(*range(len(loop.tokens)))
+    logits = loop.runner.run(in_arrays(loop.batch(work)), highest_mode=highest_mode)
+    for row, (request, count) in zip(logits, work, strict=True):
+        loop.done[request] += count
+        expected = loop.model.dense(loop.tokens[request][: loop.done[request]])
+        torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
+
+
 def known_of(runner: GraphModelRunner) -> KnownSteps:
     captured = runner._captured
     assert captured is not None
@@ -68,30 +90,15 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return told
 
 
-@pytest.mark.parametrize(
-    ("device", "backend"),
-    [
-        ("cpu", "sdpa"),
-        pytest.param("cuda", "triton", marks=pytest.mark.gpu),
-        pytest.param("cuda", "sdpa", marks=pytest.mark.gpu),
-    ],
-)
+@on_each_device
 def test_a_step_is_known_from_its_second_batch_on(
     monkeypatch: pytest.MonkeyPatch, device: str, backend: str
 ) -> None:
     told = prepared(monkeypatch)
     loop = make_loop("FULL", is_compiled=False, device=device, backend=backend)
     requests = [loop.add([1, 2, 3]), loop.add([4, 5, 6, 7])]
-    logits = []
-    steps = [[(requests[0], 3), (requests[1], 4)], *[None] * 4]
-    for work in steps:
-        batch = in_arrays(loop.batch(work or loop.grow(*requests)))
-        logits.append(loop.runner.run(batch).clone())
-        for request, count in work or [(request, 1) for request in requests]:
-            loop.done[request] += count
-        for row, request in zip(logits[-1], requests, strict=True):
-            expected = loop.model.dense(loop.tokens[request][: loop.done[request]])
-            torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
+    for work in ([(requests[0], 3), (requests[1], 4)], *[None] * 4):
+        step_in_arrays(loop, work)
     assert told == [False, False, True, True, True]
     assert loop.ran() == {"FULL": [2, 2, 2, 2, 8]}
     (counts,) = [c for (_, key), c in loop.runner.report().by_key.items() if key.num_tokens == 8]
@@ -103,9 +110,7 @@ def test_a_prompt_as_long_as_a_decode_is_told_from_one(monkeypatch: pytest.Monke
     loop = make_loop(query_len=2, sizes=(2, 4))
     prompt, other = loop.add([1, 2]), loop.add([3, 4, 5, 6])
     for work in ([(other, 2)], [(other, 2)], [(prompt, 2)]):
-        loop.runner.run(in_arrays(loop.batch(work)))
-        for request, count in work:
-            loop.done[request] += count
+        step_in_arrays(loop, work)
     # A prompt of two tokens, a decode of two, and a prompt again.
     assert loop.ran() == {"FULL": [2], "PIECEWISE": [2, 2]}
     assert told == [False, False, True]
@@ -177,21 +182,12 @@ def test_a_lower_mode_is_no_known_step() -> None:
     request = loop.add([1, 2, 3])
     loop.step([(request, 3)])
     for highest in (None, PIECEWISE, None, PIECEWISE, None):
-        batch = in_arrays(loop.batch(loop.grow(request)))
-        loop.runner.run(batch, highest_mode=highest)
-        loop.done[request] += 1
+        step_in_arrays(loop, None, highest_mode=highest)
     assert loop.ran() == {"FULL": [1, 1, 1], "PIECEWISE": [1, 1, 4]}
 
 
 @pytest.mark.parametrize("is_inference", [False, True])
-@pytest.mark.parametrize(
-    ("device", "backend"),
-    [
-        ("cpu", "sdpa"),
-        pytest.param("cuda", "triton", marks=pytest.mark.gpu),
-        pytest.param("cuda", "sdpa", marks=pytest.mark.gpu),
-    ],
-)
+@on_each_device
 def test_pieces_are_known_and_right(
     monkeypatch: pytest.MonkeyPatch, device: str, backend: str, *, is_inference: bool
 ) -> None:
@@ -201,13 +197,8 @@ def test_pieces_are_known_and_right(
     loop.step([(requests[0], 3), (requests[1], 4), (requests[2], 1)])
     del told[:]
     for _ in range(6):
-        work = loop.grow(*requests)
         with torch.inference_mode(is_inference):
-            logits = loop.runner.run(in_arrays(loop.batch(work)))
-        for row, (request, count) in zip(logits, work, strict=True):
-            loop.done[request] += count
-            expected = loop.model.dense(loop.tokens[request][: loop.done[request]])
-            torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
+            step_in_arrays(loop, None)
     # The first finds the plan of its key, the second learns it, the third is known.
     assert told == [False] * told.count(False) + [True] * told.count(True)
     assert told.count(True) >= 3
@@ -218,22 +209,15 @@ def test_a_step_whose_pieces_changed_is_run_by_the_general_code() -> None:
     loop = make_loop("PIECEWISE")
     request = loop.add([1, 2, 3])
     loop.step([(request, 3)])
-
-    def decode() -> None:
-        logits = loop.runner.run(in_arrays(loop.batch(loop.grow(request))))
-        loop.done[request] += 1
-        expected = loop.model.dense(loop.tokens[request])
-        torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=1e-4)
-
     for _ in range(4):
-        decode()
+        step_in_arrays(loop, None)
     captured = loop.runner._captured
     assert captured is not None
     assert captured.piecewise is not None
     assert captured.known._known[None]
     captured.piecewise.forget()
     for _ in range(4):
-        decode()
+        step_in_arrays(loop, None)
     assert loop.ran() == {"PIECEWISE": [1] * 8 + [4]}
 
 
@@ -288,8 +272,7 @@ def test_a_builder_that_fills_otherwise_is_asked_in_every_step() -> None:
     loop.step([(request, 3)])
     Doubling.num_fills = 0
     for _ in range(3):
-        loop.runner.run(in_arrays(loop.batch(loop.grow(request))))
-        loop.done[request] += 1
+        step_in_arrays(loop, loop.grow(request))
     assert Doubling.num_fills == 3
 
 
@@ -309,8 +292,7 @@ def test_a_builder_whose_method_was_replaced_is_asked_in_every_step(name: str) -
     loop.step([(request, 3)])
     del calls[:]
     for _ in range(3):
-        loop.runner.run(in_arrays(loop.batch(loop.grow(request))))
-        loop.done[request] += 1
+        step_in_arrays(loop, loop.grow(request))
     assert calls == [name] * 3
 
 
@@ -334,8 +316,7 @@ def test_a_step_is_known_by_what_the_batch_was_before_it() -> None:
     request = loop.add([5, 6, 7])
     loop.step([(request, 3)])
     for _ in range(3):
-        loop.runner.run(in_arrays(loop.batch(loop.grow(request))))
-        loop.done[request] += 1
+        step_in_arrays(loop, loop.grow(request))
     assert loop.ran() == {"PIECEWISE": [1] * 5 + [4], "FULL": [1] * 3}
 
 
@@ -364,8 +345,7 @@ def test_inputs_that_cannot_be_put_leave_attention_filled() -> None:
     request = loop.add([1, 2, 3])
     loop.step([(request, 3)])
     for _ in range(2):
-        loop.runner.run(in_arrays(loop.batch(loop.grow(request))))
-        loop.done[request] += 1
+        step_in_arrays(loop, loop.grow(request))
     inputs = loop.runner._loader.inputs
     held = inputs.held
     assert held is not None
@@ -387,10 +367,7 @@ def test_a_step_that_cannot_be_repeated_any_more_is_forgotten() -> None:
     assert compiled is not None
     for _ in range(6):
         for _ in range(4):
-            logits = loop.runner.run(in_arrays(loop.batch(loop.grow(request))))
-            loop.done[request] += 1
-            expected = loop.model.dense(loop.tokens[request])
-            torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=1e-4)
+            step_in_arrays(loop, None)
         compiled.graphs[0].graph._forget_plans()
     loop.runner.run(in_arrays(loop.batch(loop.grow(request))))
     assert not known_of(loop.runner)._known[None]

@@ -29,7 +29,6 @@ from compile_backend.bench.request import BREAKABLE, BY_HAND, EAGER, OURS, PAGED
 from compile_backend.bench.rounds import Clock, Step, measure
 from compile_backend.bench.watch import keeping
 from compile_backend.config import CUDAGraphMode
-from compile_backend.support import AttentionCGSupport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,8 +43,7 @@ if TYPE_CHECKING:
 NONE, PIECEWISE = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE
 _BOTH = CUDAGraphMode.FULL_AND_PIECEWISE.name
 
-# One runner holds the graphs of these; a step of it is capped to get the lower ones. Two runners
-# with graphs of pieces would want the same pieces at different addresses.
+# One runner holds the graphs of these; a step of it is capped to get the lower ones.
 _HIGHEST: dict[str, CUDAGraphMode | None] = {_BOTH: None, "PIECEWISE": PIECEWISE, "NONE": NONE}
 
 
@@ -146,10 +144,8 @@ class PagedBench:
     ) -> dict[str, Step]:
         ways: dict[str, Step] = {}
         shared: GraphModelRunner | None = None
-        # Where attention lowers FULL, it becomes what the shared runner is.
-        is_full = paged.builder.support is AttentionCGSupport.ALWAYS
         for mode in self._request.modes:
-            if mode not in _HIGHEST and is_full:
+            if mode not in _HIGHEST:
                 runner = self._runner(self._compiled, paged, mode)
             else:
                 runner = shared = shared or self._runner(self._compiled, paged, _BOTH)
