@@ -80,10 +80,10 @@ def main() -> None:
         )
         runner.capture(progress=False)
         works = [decode(shape, number) for number in shape.decodes]
-        by_hand = [
-            captured_by_hand(step_outside_a_runner(paged.module, paged, work, for_graph=True)[0])
-            for work in works
+        outside = [
+            step_outside_a_runner(paged.module, paged, work, for_graph=True) for work in works
         ]
+        by_hand = [captured_by_hand(one.step, one.plan) for one in outside]
         print("| part | " + " | ".join(work.name for work in works) + " |")
         print("|---|" + "---|" * len(works))
         bare: list[list[float]] = [[] for _ in works]

@@ -178,9 +178,16 @@ def _capture_sizes(option: str, value: Any) -> tuple[int, ...]:
 ALL_CAPTURE_SIZES = "cudagraph_capture_sizes"
 """What stands in `compile_sizes` for every capture size."""
 
-TUNED: Mapping[str, Any] = MappingProxyType({"coordinate_descent_tuning": True})
+TUNED: Mapping[str, Any] = MappingProxyType(
+    {
+        "coordinate_descent_tuning": True,
+        "combo_kernels": True,
+        "benchmark_combo_kernel": True,
+    }
+)
 """What `compile_sizes_config` is by itself. Inductor then multiplies one row by a matrix in a
-kernel that it tunes, fused with what is around it, instead of calling a library."""
+kernel that it tunes, fused with what is around it, instead of calling a library; and kernels that
+do not wait for each other become one where that is measured to be faster."""
 
 
 def _compile_sizes(option: str, value: Any) -> tuple[int | str, ...]:

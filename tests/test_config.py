@@ -85,7 +85,11 @@ DEFAULTS = {
     "piece_compiler": "inductor",
     "inductor_compile_config": {},
     "compile_sizes": (),
-    "compile_sizes_config": {"coordinate_descent_tuning": True},
+    "compile_sizes_config": {
+        "coordinate_descent_tuning": True,
+        "combo_kernels": True,
+        "benchmark_combo_kernel": True,
+    },
     "compile_ranges_endpoints": (),
     "use_inductor_graph_partition": False,
     "pass_config": PassConfig(),

@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from compile_backend.bench.rounds import Step
 
 _NUM_WARM_UPS = 3
 
 
-def captured_by_hand(step: Step) -> Step:
+def captured_by_hand(step: Step, plan: Callable[[], object] | None = None) -> Step:
     """Capture a step.
 
     Args:
         step: on inputs of its own, which must not be changed by anything else.
+        plan: what has to be done on the host before every replay.
 
     Returns:
         What replays it; the logits that it returns are those of the last replay.
@@ -28,6 +31,8 @@ def captured_by_hand(step: Step) -> Step:
         logits = step()
 
     def replay(_inputs: object = step) -> Any:  # the graph reads what `step` holds
+        if plan is not None:
+            plan()
         graph.replay()
         return logits
 

@@ -162,11 +162,13 @@ class PagedBench:
         for work in works:
             if self._request.measures(BY_HAND, PAGED):
                 with keeping(self._failures, f"paged | {attention} | {work.name} | {BY_HAND}"):
-                    step, _ = step_outside_a_runner(self._compiled, paged, work, for_graph=True)
-                    ways[f"{work.name} | graph by hand"] = captured_by_hand(step)
+                    step, _, plan = step_outside_a_runner(
+                        self._compiled, paged, work, for_graph=True
+                    )
+                    ways[f"{work.name} | graph by hand"] = captured_by_hand(step, plan)
             if self._request.measures(BREAKABLE, PAGED):
                 with keeping(self._failures, f"paged | {attention} | {work.name} | {BREAKABLE}"):
-                    step, metadata = step_outside_a_runner(
+                    step, metadata, _ = step_outside_a_runner(
                         paged.module, paged, work, for_graph=False
                     )
                     ways[f"{work.name} | graph with breaks"] = captured_with_breaks(

@@ -5,7 +5,8 @@ What is compared with what is not known here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compile_backend.attention.huggingface import (
     CAUSAL_LM_INPUTS,
@@ -113,9 +114,23 @@ def ran_at(runner: GraphModelRunner, step: Step) -> str:
     return "".join(mode.name for mode in _AT if after.steps(mode) > before.steps(mode))
 
 
+class StepOutside(NamedTuple):
+    """A step on inputs of its own.
+
+    Attributes:
+        step: what to run, or to capture.
+        metadata: what it finds in the forward context.
+        plan: what attention does on the host before every replay; None if nothing.
+    """
+
+    step: Step
+    metadata: Any
+    plan: Callable[[], object] | None
+
+
 def step_outside_a_runner(
     run: Callable[..., Any], paged: PagedModel, work: Work, *, for_graph: bool
-) -> tuple[Step, Any]:
+) -> StepOutside:
     """The step on inputs of its own.
 
     Args:
@@ -123,9 +138,6 @@ def step_outside_a_runner(
         paged: its cache.
         work: the step.
         for_graph: whether attention is captured, too.
-
-    Returns:
-        The step, and the metadata that it finds in the forward context.
     """
     num_tokens, lens = work.num_tokens, work.query_lens
     builder: Any = paged.builder
@@ -143,17 +155,14 @@ def step_outside_a_runner(
         mark_step_input(arguments[spec.name], spec.axis)
     key = BatchDescriptor(num_tokens, len(lens), uniform=work.is_decode)
     attention = work.batch.attention
-    metadata = (
-        builder.build_for_graph(layout.tensors, key, attention, lens)
-        if for_graph
-        else builder.build(attention, lens, layout.tensors)
-    )
+    plan = functools.partial(builder.build_for_graph, layout.tensors, key, attention, lens)
+    metadata = plan() if for_graph else builder.build(attention, lens, layout.tensors)
 
     def step(_inputs: object = inputs) -> Any:  # whose memory a graph reads
         with set_forward_context(metadata):
             return run(**arguments)
 
-    return step, metadata
+    return StepOutside(step, metadata, plan if for_graph and builder.plans_every_step else None)
 
 
 def capture_figures(runner: GraphModelRunner, whole_s: float) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,10 @@ def _end_capture(
     error: BaseException | None,
 ) -> None:
     try:
-        graph.capture_end()
+        with warnings.catch_warnings():
+            # A call may do nothing but views. A capture on another stream would not be ours.
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            graph.capture_end()
     except RuntimeError as broken:
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
