@@ -1,7 +1,7 @@
 """Where the host's time of a FULL step through the runner goes, part by part.
 
 Each part is timed where it runs, in real decode steps on an idle device: what one part pushes out
-of the processor's caches, the next one pays for.
+of the processor's caches, the next one pays for. Its floor is what it takes alone.
 
     python benchmarks/host_parts.py --shape 0.6B --attention flash_attn_3
 """
@@ -34,6 +34,8 @@ from compile_backend.weights import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from compile_backend.bench.paged_batches import Work
 
 # What is timed: the owner, the name, and whose time it is a part of.
 PARTS: tuple[tuple[Any, str, str], ...] = (
@@ -108,6 +110,30 @@ def main() -> None:
             label = f"{owner.__name__.rpartition('.')[2]}.{name}"
             label += f" x {calls}" if calls > 1 else ""
             show(f"{label} (in {inside})" if inside else label, rows)
+        for (owner, name, _), original in zip(PARTS, originals, strict=True):
+            setattr(owner, name, original)
+        floors = [alone(runner, work, arguments.steps) for work in works]
+        for label in floors[0]:
+            show(f"floor: {label}, in a loop", [floor[label] for floor in floors])
+
+
+def alone(runner: GraphModelRunner, work: Work, num_steps: int) -> dict[str, list[float]]:
+    """The parts by themselves, again and again: what they take on warm caches, us."""
+    run_at(runner, work)()
+    torch.cuda.synchronize()
+    known = runner._captured.known
+    step = known.prepare(work.batch, None)
+    ways = {
+        "Weights.have_moved": runner._weights.have_moved,
+        "KnownSteps.prepare": lambda: known.prepare(work.batch, None),
+        "known_steps.handed_out": lambda: known_steps.handed_out(step.outputs),
+    }
+    spent: dict[str, list[float]] = {}
+    for label, way in ways.items():
+        call = timed(way, spent.setdefault(label, []))
+        for _ in range(num_steps):
+            call()
+    return spent
 
 
 def show(label: str, rows: list[list[float]]) -> None:

@@ -340,13 +340,14 @@ static int fill(PyObject *const *batch, PyObject *const *held, int is_refill)
             return 0;
         }
         const char *blocks = PyArray_GETPTR2(table, r, 0);
-        if (is_dense ? !copy_blocks((const int32_t *)blocks, row, width, (int32_t)num_blocks)
-                     : !copy_row(blocks, table_size, table_stride, (char *)row, 4, width, 0,
+        npy_intp used = (npy_intp)((seq_len + block_size - 1) / block_size);
+        if (is_dense ? !copy_blocks((const int32_t *)blocks, row, used, (int32_t)num_blocks)
+                     : !copy_row(blocks, table_size, table_stride, (char *)row, 4, used, 0,
                                  num_blocks)) {
             return 0;
         }
         if (!is_refill) {
-            fill_row((char *)(row + width), 4, columns - width, 0);
+            fill_row((char *)(row + used), 4, columns - used, 0);
         }
         if (slots == NULL) {
             put_slots(slot + num_tokens, row, seq_len - query_len, query_len, block_size);

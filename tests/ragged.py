@@ -155,7 +155,7 @@ class Paged:
     @cached_property
     def batch(self) -> AttentionBatch:
         """What an engine says of the batch; columns beyond a request's length name block 0."""
-        table = np.zeros((len(self.tables), max(map(len, self.tables))), np.int32)
+        table = np.full((len(self.tables), max(map(len, self.tables))), -1, np.int32)
         for row, blocks in zip(table, self.tables, strict=True):
             row[: len(blocks)] = blocks
         return AttentionBatch(seq_lens=np.array(self.case.seq_lens), block_table=table)

@@ -139,6 +139,14 @@ def test_a_wider_table_than_the_cache_needs_is_cut() -> None:
     assert tensors_of(step)["slot_mapping"] == [4 * 4 + 1]
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
+def test_entries_beyond_a_request_may_be_anything(dtype: type[Any]) -> None:
+    none = np.array(-1).astype(dtype)
+    table = np.array([[1, none, 99, none], [2, 3, none, 77]], dtype)
+    step = attention_step(builder(), AttentionBatch(seq_lens=[4, 5], block_table=table), (1, 1))
+    assert tensors_of(step)["block_table"] == [[1, 0, 0, 0], [2, 3, 0, 0]]
+
+
 def test_a_batch_of_nobody_is_all_padding() -> None:
     batch = AttentionBatch(seq_lens=[], block_table=np.zeros((0, 4), np.int32))
     step = attention_step(builder(), batch, (), (2, 1))

@@ -22,7 +22,7 @@ def test_a_benchmark_tells_how_it_is_used(
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module(name).main()
     assert stopped.value.code == 0
-    assert "--steps" in capsys.readouterr().out
+    assert "--shape" in capsys.readouterr().out
 
 
 def test_the_parts_that_are_timed_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ class AttentionBatch:
     Attributes:
         seq_lens: `[num_reqs]`; tokens of each request, those of this step included.
         block_table: `[num_reqs, n]`; the cache blocks of each request in order; entries beyond
-            its length are ignored, and must be valid blocks.
+            its length may be anything.
         slot_mapping: `[num_tokens]`; where each token's key and value go,
             `block * block_size + offset`; -1 stores nothing. None: where the block table says.
     """
@@ -125,10 +125,11 @@ class AttentionMetadataBuilder:
         width = min(blocks.shape[1], table.shape[1])
         self._check(query_lens, given_lens, width)
         own_lens[...] = given_lens
-        own_blocks = own_rows[:, :width]
-        _check_range("block_table", blocks[:, :width], 0, self._num_blocks)
-        own_blocks[...] = blocks[:, :width]
-        own_rows[:, width:] = 0
+        own_rows[...] = 0
+        in_use = np.arange(width) < -(-own_lens[:, None] // self._cache.block_size)
+        own_blocks = blocks[:, :width][in_use]
+        _check_range("block_table", own_blocks, 0, self._num_blocks)
+        own_rows[:, :width][in_use] = own_blocks
         own_slots = slots[:num_tokens]
         if batch.slot_mapping is None:
             own_slots[...] = self._slots(query_lens, own_lens, table, starts)

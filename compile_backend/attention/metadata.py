@@ -27,7 +27,8 @@ class HostLengths:
     Attributes:
         query_lens: tokens that each request adds, `[num_reqs]` int32, padding left out.
         seq_lens: tokens of each request with those added, likewise.
-        block_table: `[num_reqs, max_blocks_per_req]` int32, likewise.
+        block_table: `[num_reqs, columns]` int32, likewise; entries beyond a request's length may
+            be anything.
     """
 
     query_lens: npt.NDArray[np.int32]
