@@ -825,6 +825,140 @@ static PyObject *have_moved(PyObject *self, PyObject *capsule)
     Py_RETURN_FALSE;
 }
 
+/* --- tensors among arguments ------------------------------------------------------------------ */
+
+/* Where some of a call's arguments were. It keeps none of them alive: an argument counts only if
+ * its Python object leads to the very tensor that was noted, which the caller keeps alive. */
+typedef struct {
+    Py_ssize_t num, offset; /* of the tensor's handle in each Python object */
+    Py_ssize_t *positions;
+    PyTypeObject **types; /* owned */
+    void **tensors, **addresses;
+    GetDataPtr get_data_ptr;
+} Places;
+
+static const char PLACES[] = "compile_backend.Places";
+
+static void free_places(Places *places)
+{
+    for (Py_ssize_t i = 0; places->types != NULL && i < places->num; i++) {
+        Py_XDECREF(places->types[i]);
+    }
+    PyMem_Free(places->positions);
+    PyMem_Free(places->types);
+    PyMem_Free(places->tensors);
+    PyMem_Free(places->addresses);
+    PyMem_Free(places);
+}
+
+static void free_places_of(PyObject *capsule)
+{
+    free_places(PyCapsule_GetPointer(capsule, PLACES));
+}
+
+static inline void *handle_in(PyObject *object, Py_ssize_t offset)
+{
+    return (char *)object + offset;
+}
+
+/* Where a Python object holds its tensor; -1 if nowhere that is known. */
+static Py_ssize_t offset_of(PyObject *object, void *tensor)
+{
+    Py_ssize_t end = Py_TYPE(object)->tp_basicsize - (Py_ssize_t)sizeof(void *);
+    for (Py_ssize_t offset = sizeof(PyObject); offset <= end; offset += sizeof(void *)) {
+        if (*(void **)handle_in(object, offset) == tensor) {
+            return offset;
+        }
+    }
+    return -1;
+}
+
+static int is_at(const Places *places, Py_ssize_t i, PyObject *object)
+{
+    void *handle = handle_in(object, places->offset), *address = NULL;
+    return Py_TYPE(object) == places->types[i] && *(void **)handle == places->tensors[i] &&
+           places->get_data_ptr(handle, &address) == 0 && address == places->addresses[i];
+}
+
+static int note_place(Places *places, PyObject *object, PyObject *tensor, PyObject *address)
+{
+    Py_ssize_t i = places->num;
+    places->types[i] = (PyTypeObject *)Py_NewRef(Py_TYPE(object));
+    places->num++;
+    places->tensors[i] = PyLong_AsVoidPtr(tensor);
+    places->addresses[i] = PyLong_AsVoidPtr(address);
+    if (PyErr_Occurred() || places->tensors[i] == NULL) {
+        return 0;
+    }
+    Py_ssize_t offset = offset_of(object, places->tensors[i]);
+    if (i == 0) {
+        places->offset = offset;
+    }
+    return offset >= 0 && offset == places->offset && is_at(places, i, object);
+}
+
+/* places_of(args, positions, tensors, addresses, get_data_ptr) -> Places | None
+ *
+ * The third are addresses of the tensors in C++, the fourth those of their data, the last that of
+ * the function that tells it.
+ */
+static PyObject *places_of(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 5 || !PyTuple_CheckExact(args[0]) || !PyList_CheckExact(args[1]) ||
+        !PyList_CheckExact(args[2]) || !PyList_CheckExact(args[3]) ||
+        PyList_GET_SIZE(args[1]) != PyList_GET_SIZE(args[2]) ||
+        PyList_GET_SIZE(args[1]) != PyList_GET_SIZE(args[3])) {
+        Py_RETURN_NONE;
+    }
+    Py_ssize_t num = PyList_GET_SIZE(args[1]);
+    Places *made = PyMem_Calloc(1, sizeof(Places));
+    if (made == NULL) {
+        return PyErr_NoMemory();
+    }
+    made->positions = PyMem_Calloc(num + 1, sizeof(Py_ssize_t));
+    made->types = PyMem_Calloc(num + 1, sizeof(PyTypeObject *));
+    made->tensors = PyMem_Calloc(num + 1, sizeof(void *));
+    made->addresses = PyMem_Calloc(num + 1, sizeof(void *));
+    made->get_data_ptr = (GetDataPtr)PyLong_AsVoidPtr(args[4]);
+    int is_good = made->positions && made->types && made->tensors && made->addresses &&
+                  made->get_data_ptr && !PyErr_Occurred();
+    for (Py_ssize_t i = 0; is_good && i < num; i++) {
+        Py_ssize_t position = PyLong_AsSsize_t(PyList_GET_ITEM(args[1], i));
+        is_good = position >= 0 && position < PyTuple_GET_SIZE(args[0]);
+        if (is_good) {
+            made->positions[i] = position;
+            is_good = note_place(made, PyTuple_GET_ITEM(args[0], position),
+                                 PyList_GET_ITEM(args[2], i), PyList_GET_ITEM(args[3], i));
+        }
+    }
+    if (!is_good) {
+        PyErr_Clear();
+        free_places(made);
+        Py_RETURN_NONE;
+    }
+    return PyCapsule_New(made, PLACES, free_places_of);
+}
+
+/* are_in_place(Places, args) -> whether the arguments are those tensors, where they were */
+static PyObject *are_in_place(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    Places *places = num_args == 2 ? PyCapsule_GetPointer(args[0], PLACES) : NULL;
+    if (places == NULL) {
+        PyErr_Clear();
+        Py_RETURN_FALSE;
+    }
+    if (!PyTuple_CheckExact(args[1])) {
+        Py_RETURN_FALSE;
+    }
+    for (Py_ssize_t i = 0; i < places->num; i++) {
+        if (places->positions[i] >= PyTuple_GET_SIZE(args[1]) ||
+            !is_at(places, i, PyTuple_GET_ITEM(args[1], places->positions[i]))) {
+            Py_RETURN_FALSE;
+        }
+    }
+    Py_RETURN_TRUE;
+}
+
 /* --- replays ------------------------------------------------------------------------------ */
 
 /* Functions of torch's stable C interface again, and of the CUDA driver. */
@@ -1059,6 +1193,8 @@ static PyMethodDef methods[] = {
     {"prepare", (PyCFunction)(void (*)(void))prepare, METH_FASTCALL, NULL},
     {"watch", (PyCFunction)(void (*)(void))watch, METH_FASTCALL, NULL},
     {"have_moved", have_moved, METH_O, NULL},
+    {"places_of", (PyCFunction)(void (*)(void))places_of, METH_FASTCALL, NULL},
+    {"are_in_place", (PyCFunction)(void (*)(void))are_in_place, METH_FASTCALL, NULL},
     {"launch_of", (PyCFunction)(void (*)(void))launch_of, METH_FASTCALL, NULL},
     {"launch", launch, METH_O, NULL},
     {"kernel_of", kernel_of, METH_VARARGS, NULL},

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx
 
+from compile_backend import shortcuts
 from compile_backend.boundary import SharedBuffer
 from compile_backend.layout import memory_of
 from compile_backend.torch_internals.cuda import are_at_addresses, copy_all
@@ -83,12 +84,14 @@ def _class_of(node: torch.fx.Node, value: Any, device: torch.device) -> InputCla
 class _Loaded:
     """One key's buffers, how to fill them, and where all else was. Holds no weights alive.
 
-    `wrappers` has the addresses inside of inputs that only wrap others, as quantized weights do.
+    `wrappers` has the addresses inside of inputs that only wrap others, as quantized weights do;
+    `places` is a short way to compare all addresses, None where there is none.
     """
 
     buffers: list[tuple[int, torch.Tensor]]
     addresses: list[int | None]
     wrappers: dict[int, tuple[int, ...]]
+    places: object | None
     memories: frozenset[int]
     written_memories: frozenset[int]
     copies: list[tuple[list[torch.Tensor], list[int]]]
@@ -147,9 +150,7 @@ class InputBuffers:
             loaded = self._loaded[key] = self._make(args, growth)
             has_moved = False
         else:
-            has_moved = not are_at_addresses(static_args, loaded.addresses, self._fixed) or any(
-                _addresses_inside(args[i]) != addresses for i, addresses in loaded.wrappers.items()
-            )
+            has_moved = self._have_moved(loaded, args)
             if has_moved:
                 self._look_at(loaded, args)
         for targets, positions in loaded.copies:
@@ -210,9 +211,18 @@ class InputBuffers:
                 targets.append(buffer)
                 positions.append(i)
         copies = list(by_dtype.values())
-        loaded = _Loaded(buffers, [], {}, frozenset(), frozenset(), copies, irregular)
+        loaded = _Loaded(buffers, [], {}, None, frozenset(), frozenset(), copies, irregular)
         self._look_at(loaded, args)
         return loaded
+
+    def _have_moved(self, loaded: _Loaded, args: Sequence[Any]) -> bool:
+        """Whether an input that is not copied is elsewhere."""
+        places = loaded.places
+        if places is not None and shortcuts.are_in_place(places, tuple(args)):
+            return False
+        return not are_at_addresses(list(args), loaded.addresses, self._fixed) or any(
+            _addresses_inside(args[i]) != addresses for i, addresses in loaded.wrappers.items()
+        )
 
     def _look_at(self, loaded: _Loaded, args: Sequence[Any]) -> None:
         """Note where the inputs are that are not copied."""
@@ -222,6 +232,9 @@ class InputBuffers:
         loaded.addresses = [None] * len(args)
         for i in self._fixed:
             loaded.addresses[i] = args[i].data_ptr()
+        loaded.places = None
+        if not loaded.wrappers:
+            loaded.places = shortcuts.places_of(tuple(args), loaded.addresses, self._fixed)
         if self.copied:
             loaded.memories = _memories(args, self._fixed)
             loaded.written_memories = _memories(args, self._written)

@@ -13,6 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from compile_backend.torch_internals.cuda import (
+    address_in_cpp,
+    data_ptr_function,
     event_functions,
     kernel_functions,
     launch_functions,
@@ -102,6 +104,12 @@ have_moved: Callable[[object], bool] = _built.have_moved if _built is not None e
 """`(what watch returned)`: whether a watched tensor is elsewhere, lies there in another way, was
 replaced or is gone."""
 
+are_in_place: Callable[[object, tuple[Any, ...]], bool] = (
+    _built.are_in_place if _built is not None else _declined(False)
+)
+"""`(what places_of returned, args)`: whether the arguments are the very tensors, where they
+were."""
+
 launch: Callable[[object], bool] = _built.launch if _built is not None else _declined(False)
 """`(what launch_of returned)`: replay on the current stream, if the graph's device is current."""
 
@@ -143,6 +151,29 @@ def watch(
         *handles.functions,
     )
     return watched
+
+
+def places_of(
+    args: tuple[Any, ...], addresses: Sequence[int | None], positions: Sequence[int]
+) -> object | None:
+    """Take note of some arguments of a call, for `are_in_place`; it keeps none alive.
+
+    Args:
+        args: of the call.
+        addresses: where each argument's data is.
+        positions: of those to look at: tensors, each with an address.
+    """
+    function = None if _built is None else data_ptr_function()
+    if function is None:
+        return None
+    places: object | None = _built.places_of(
+        args,
+        list(positions),
+        [address_in_cpp(args[i]) for i in positions],
+        [addresses[i] for i in positions],
+        function,
+    )
+    return places
 
 
 def event_of(event: torch.cuda.Event) -> object | None:

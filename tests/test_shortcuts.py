@@ -228,3 +228,71 @@ def test_a_watched_tensor_lives_as_long_as_the_watch() -> None:
     assert not gone
     del watch
     assert gone == ["weight"]
+
+
+# --- tensors among arguments ------------------------------------------------------------------
+
+
+def places_of(args: tuple[Any, ...]) -> Any:
+    positions = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+    addresses = [arg.data_ptr() if isinstance(arg, torch.Tensor) else None for arg in args]
+    return shortcuts.places_of(args, addresses, positions)
+
+
+def arguments() -> tuple[Any, ...]:
+    return torch.nn.Parameter(torch.ones(3)), 7, torch.zeros(2, 2), torch.ones(4)[1:]
+
+
+def test_arguments_that_stay_are_in_place() -> None:
+    args = arguments()
+    places = places_of(args)
+    assert places is not None
+    for _ in range(3):
+        assert shortcuts.are_in_place(places, args)
+    args[0].data.fill_(5)
+    args[2].add_(1)
+    assert shortcuts.are_in_place(places, args)
+    assert shortcuts.are_in_place(places, (args[0], "another", *args[2:]))
+
+
+@pytest.mark.parametrize("position", [0, 2, 3])
+def test_an_argument_elsewhere_is_told(position: int) -> None:
+    args = arguments()
+    places = places_of(args)
+    moved = list(args)
+    moved[position] = args[position].clone()
+    assert not shortcuts.are_in_place(places, tuple(moved))
+    moved[position] = None
+    assert not shortcuts.are_in_place(places, tuple(moved))
+    assert not shortcuts.are_in_place(places, args[:position])
+    held = args[position].data
+    args[position].data = args[position].data.clone()
+    assert not shortcuts.are_in_place(places, args)
+    args[position].data = held
+    assert shortcuts.are_in_place(places, args)
+    args[position].untyped_storage().resize_(1 << 20)
+    assert not shortcuts.are_in_place(places, args)
+
+
+def test_arguments_that_change_places_are_told() -> None:
+    args = arguments()
+    places = places_of(args)
+    torch.utils.swap_tensors(args[2], args[3])
+    assert not shortcuts.are_in_place(places, args)
+
+
+def test_arguments_that_are_noted_are_not_kept() -> None:
+    args = arguments()
+    places = places_of(args)
+    gone = weakref.ref(args[2])
+    del args
+    gc.collect()
+    assert gone() is None
+    assert not shortcuts.are_in_place(places, arguments())
+
+
+def test_other_objects_are_no_arguments_in_place() -> None:
+    args = arguments()
+    places = places_of(args)
+    for others in ((1, 2, 3, 4), ("", None, [], {}), (object(),) * 4, [*args], ()):
+        assert not shortcuts.are_in_place(places, others)

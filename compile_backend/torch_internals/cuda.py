@@ -148,6 +148,19 @@ def tensor_handles(tensors: Sequence[torch.Tensor | None]) -> TensorHandles | No
 
 
 @functools.cache
+def data_ptr_function() -> int | None:
+    """The address of what tells where a tensor's data is; None where this torch has none."""
+    functions = _stable_functions("aoti_torch_get_data_ptr")
+    return None if functions is None else functions[0]
+
+
+def address_in_cpp(tensor: torch.Tensor) -> int:
+    """Where the tensor of C++ is that a Python object stands for."""
+    address: int = tensor._cdata
+    return address
+
+
+@functools.cache
 def launch_functions() -> list[int] | None:
     """Addresses of what a bare replay calls; None where this torch or the driver lacks one.
 
