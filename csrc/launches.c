@@ -1,0 +1,237 @@
+/* Launches on the current stream, of graphs and of kernels, by the driver's own functions. */
+
+#include "shortcuts.h"
+
+/* --- replays ------------------------------------------------------------------------------ */
+
+/* Functions of torch's stable C interface, and of the CUDA driver. */
+typedef int32_t (*CurrentDevice)(int32_t *device);
+typedef int32_t (*CurrentStream)(int32_t device, void **stream);
+typedef int (*LaunchGraph)(void *exec, void *stream);
+
+typedef struct {
+    void *exec;
+    int32_t device;
+    CurrentDevice current_device;
+    CurrentStream current_stream;
+    LaunchGraph launch_graph;
+} Launch;
+
+static const char LAUNCH[] = "compile_backend.Launch";
+
+static void free_launch_of(PyObject *capsule)
+{
+    PyMem_Free(PyCapsule_GetPointer(capsule, LAUNCH));
+}
+
+/* launch_of(exec, device, current_device, current_stream, launch_graph) -> Launch
+ *
+ * The executable graph must outlive it. The last three are addresses of functions.
+ */
+static PyObject *launch_of(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    Launch *made = num_args == 5 ? PyMem_Calloc(1, sizeof(Launch)) : NULL;
+    if (made == NULL) {
+        return PyErr_NoMemory();
+    }
+    made->exec = PyLong_AsVoidPtr(args[0]);
+    made->device = (int32_t)PyLong_AsLong(args[1]);
+    made->current_device = (CurrentDevice)PyLong_AsVoidPtr(args[2]);
+    made->current_stream = (CurrentStream)PyLong_AsVoidPtr(args[3]);
+    made->launch_graph = (LaunchGraph)PyLong_AsVoidPtr(args[4]);
+    if (PyErr_Occurred()) {
+        PyMem_Free(made);
+        return NULL;
+    }
+    return PyCapsule_New(made, LAUNCH, free_launch_of);
+}
+
+/* launch(Launch) -> whether the graph was launched, on the current stream of its device
+ *
+ * False on another current device, and for errors, which torch's own replay then raises.
+ */
+static PyObject *launch(PyObject *self, PyObject *capsule)
+{
+    Launch *held = PyCapsule_GetPointer(capsule, LAUNCH);
+    if (held == NULL) {
+        return NULL;
+    }
+    int32_t device = -1;
+    void *stream = NULL;
+    if (held->current_device(&device) != 0 || device != held->device ||
+        held->current_stream(device, &stream) != 0) {
+        Py_RETURN_FALSE;
+    }
+    int error;
+    Py_BEGIN_ALLOW_THREADS; /* it waits while the device's queue is full */
+    error = held->launch_graph(held->exec, stream);
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(error == 0);
+}
+
+/* --- launches of kernels -------------------------------------------------------------------- */
+
+typedef int (*LaunchKernel)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                            unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
+                            void *stream, void **params, void **extra);
+
+enum { MOST_PARAMS = 64 };
+
+/* A launch with all that it depends on. It keeps no tensor alive. */
+typedef struct {
+    PyObject *tensors, *addresses; /* tuples: weak references, and where each was */
+    PyObject *facts;
+    int32_t device;
+    CurrentDevice current_device;
+    CurrentStream current_stream;
+    LaunchKernel launch_kernel;
+    void *function;
+    unsigned grid[3], num_threads, shared;
+    Py_ssize_t num_fresh, num_params;
+    uint64_t values[MOST_PARAMS]; /* one for each parameter, whatever its size */
+} Kernel;
+
+static const char KERNEL[] = "compile_backend.Kernel";
+
+static void free_kernel(Kernel *kernel)
+{
+    Py_XDECREF(kernel->tensors);
+    Py_XDECREF(kernel->addresses);
+    Py_XDECREF(kernel->facts);
+    PyMem_Free(kernel);
+}
+
+static void free_kernel_of(PyObject *capsule)
+{
+    free_kernel(PyCapsule_GetPointer(capsule, KERNEL));
+}
+
+/* kernel_of((current_device, current_stream, launch_kernel), device, function,
+ *           (grid_x, grid_y, grid_z, threads, shared), params, num_fresh, tensors, addresses, facts)
+ *     -> Kernel
+ *
+ * The first are addresses of functions. params are 8 bytes for each parameter, of which the first
+ * num_fresh are replaced at every launch.
+ */
+static PyObject *kernel_of(PyObject *self, PyObject *args)
+{
+    Kernel *made = PyMem_Calloc(1, sizeof(Kernel));
+    if (made == NULL) {
+        return PyErr_NoMemory();
+    }
+    Py_buffer params = {0};
+    PyObject *functions[3], *function;
+    if (!PyArg_ParseTuple(args, "(OOO)iO(IIIII)y*nO!O!O", &functions[0], &functions[1],
+                          &functions[2], &made->device, &function, &made->grid[0], &made->grid[1],
+                          &made->grid[2], &made->num_threads, &made->shared, &params,
+                          &made->num_fresh, &PyTuple_Type, &made->tensors, &PyTuple_Type,
+                          &made->addresses, &made->facts)) {
+        PyMem_Free(made);
+        return NULL;
+    }
+    Py_INCREF(made->tensors);
+    Py_INCREF(made->addresses);
+    Py_INCREF(made->facts);
+    made->current_device = (CurrentDevice)PyLong_AsVoidPtr(functions[0]);
+    made->current_stream = (CurrentStream)PyLong_AsVoidPtr(functions[1]);
+    made->launch_kernel = (LaunchKernel)PyLong_AsVoidPtr(functions[2]);
+    made->function = PyLong_AsVoidPtr(function);
+    made->num_params = params.len / 8;
+    int is_good = !PyErr_Occurred() && params.len % 8 == 0 && made->num_params <= MOST_PARAMS &&
+                  made->num_fresh >= 0 && made->num_fresh <= made->num_params &&
+                  PyTuple_GET_SIZE(made->tensors) == PyTuple_GET_SIZE(made->addresses);
+    if (is_good) {
+        memcpy(made->values, params.buf, (size_t)params.len);
+    }
+    PyBuffer_Release(&params);
+    if (!is_good) {
+        free_kernel(made);
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_ValueError, "these are no parameters of one kernel");
+        }
+        return NULL;
+    }
+    return PyCapsule_New(made, KERNEL, free_kernel_of);
+}
+
+static PyObject *data_ptr_name;
+
+/* Whether a weak reference is to this very tensor, and that is where it was; -1 for errors. */
+static int is_where_it_was(PyObject *reference, PyObject *address, PyObject *tensor)
+{
+    if (!PyWeakref_CheckRef(reference) || PyWeakref_GetObject(reference) != tensor) {
+        return 0;
+    }
+    PyObject *now = PyObject_CallMethodNoArgs(tensor, data_ptr_name);
+    int is_same = now == NULL ? -1 : PyObject_RichCompareBool(now, address, Py_EQ);
+    Py_XDECREF(now);
+    return is_same;
+}
+
+/* repeat_kernel(Kernel, tensors, facts, fresh) -> whether it was launched
+ *
+ * On the current stream. False for other tensors, facts or another device, and for errors, which
+ * the general launch then raises.
+ */
+static PyObject *repeat_kernel(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    Kernel *kernel = num_args == 4 ? PyCapsule_GetPointer(args[0], KERNEL) : NULL;
+    if (kernel == NULL) {
+        PyErr_Clear();
+        Py_RETURN_FALSE;
+    }
+    Py_ssize_t num = PyTuple_GET_SIZE(kernel->tensors);
+    if (!PyTuple_CheckExact(args[1]) || PyTuple_GET_SIZE(args[1]) != num ||
+        !PyTuple_CheckExact(args[3]) || PyTuple_GET_SIZE(args[3]) != kernel->num_fresh) {
+        Py_RETURN_FALSE;
+    }
+    int is_same = PyObject_RichCompareBool(args[2], kernel->facts, Py_EQ);
+    for (Py_ssize_t i = 0; is_same == 1 && i < num; i++) {
+        is_same = is_where_it_was(PyTuple_GET_ITEM(kernel->tensors, i),
+                                  PyTuple_GET_ITEM(kernel->addresses, i),
+                                  PyTuple_GET_ITEM(args[1], i));
+    }
+    uint64_t values[MOST_PARAMS]; /* of this launch: others may run while it waits */
+    void *params[MOST_PARAMS];
+    for (Py_ssize_t i = 0; is_same == 1 && i < kernel->num_params; i++) {
+        params[i] = &values[i];
+        values[i] = kernel->values[i];
+        if (i < kernel->num_fresh) {
+            PyObject *now =
+                PyObject_CallMethodNoArgs(PyTuple_GET_ITEM(args[3], i), data_ptr_name);
+            values[i] = now == NULL ? 0 : PyLong_AsUnsignedLongLong(now);
+            Py_XDECREF(now);
+            is_same = !PyErr_Occurred() && values[i] % 16 == 0;
+        }
+    }
+    int32_t device = -1;
+    void *stream = NULL;
+    if (is_same != 1 || kernel->current_device(&device) != 0 || device != kernel->device ||
+        kernel->current_stream(device, &stream) != 0) {
+        PyErr_Clear();
+        Py_RETURN_FALSE;
+    }
+    const unsigned *grid = kernel->grid;
+    LaunchKernel launch_kernel = kernel->launch_kernel;
+    void *function = kernel->function;
+    unsigned num_threads = kernel->num_threads, shared = kernel->shared;
+    unsigned x = grid[0], y = grid[1], z = grid[2];
+    int error;
+    Py_BEGIN_ALLOW_THREADS; /* it waits while the device's queue is full */
+    error = launch_kernel(function, x, y, z, num_threads, 1, 1, shared, stream, params, NULL);
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(error == 0);
+}
+
+PyMethodDef launch_methods[] = {
+    {"launch_of", (PyCFunction)(void (*)(void))launch_of, METH_FASTCALL, NULL},
+    {"launch", launch, METH_O, NULL},
+    {"kernel_of", kernel_of, METH_VARARGS, NULL},
+    {"repeat_kernel", (PyCFunction)(void (*)(void))repeat_kernel, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+int begin_launches(void)
+{
+    return (data_ptr_name = PyUnicode_InternFromString("data_ptr")) != NULL;
+}

@@ -1,0 +1,383 @@
+/* Where tensors are: those of a model's tables, and those among the arguments of a call. */
+
+#include "shortcuts.h"
+
+/* Functions of torch's stable C interface (aoti_torch/c/shim.h), handed over by Python. */
+typedef int32_t (*GetDataPtr)(void *tensor, void **address);
+typedef int32_t (*GetDim)(void *tensor, int64_t *num_dims);
+typedef int32_t (*GetNumbers)(void *tensor, int64_t **numbers);
+typedef int32_t (*DeleteTensor)(void *tensor);
+
+/* So many sizes and strides lie in a tensor itself, at places that stay; torch allocates memory
+ * for more, which may be gone later. */
+enum { MOST_DIMS = 5 };
+
+/* A tensor with an address: where it was, and where it has its sizes and strides itself. */
+typedef struct {
+    void *tensor, *address;
+    const int64_t *sizes, *strides;
+    Py_ssize_t num_dims;
+} Own;
+
+/* Tensors in dicts, each at an address. */
+typedef struct {
+    Py_ssize_t num;
+    PyObject *tables, *names; /* lists of dicts and of their keys */
+    Py_ssize_t *table_sizes;
+    PyObject **objects;       /* what the dicts held; only compared, never used */
+    void **tensors;           /* torch's handles of the same, which see new memory of a tensor;
+                                 NULL for a tensor without an address of its own, and for None */
+    Py_ssize_t num_own;
+    Own *own;       /* those with an address */
+    int64_t *noted; /* the sizes, then the strides of each of them, one after the other */
+    GetDataPtr get_data_ptr;
+    GetDim get_dim;
+    GetNumbers get_sizes, get_strides;
+    DeleteTensor delete_tensor;
+    uint64_t num_changes; /* of any watched dict, up to which the tables were compared */
+} Watch;
+
+static const char WATCH[] = "compile_backend.Watch";
+
+/* Changes of watched dicts are counted where Python can tell of them (from 3.12 on). */
+static uint64_t num_dict_changes = 0;
+static int dict_watcher = -1;
+
+#if PY_VERSION_HEX >= 0x030C0000
+static int count_change(PyDict_WatchEvent event, PyObject *dict, PyObject *key, PyObject *value)
+{
+    num_dict_changes++;
+    return 0;
+}
+#endif
+
+static void free_watch(Watch *watch)
+{
+    for (Py_ssize_t i = 0; watch->tensors != NULL && i < watch->num; i++) {
+        if (watch->tensors[i] != NULL) {
+            watch->delete_tensor(watch->tensors[i]);
+        }
+    }
+    Py_XDECREF(watch->tables);
+    Py_XDECREF(watch->names);
+    PyMem_Free(watch->table_sizes);
+    PyMem_Free(watch->own);
+    PyMem_Free(watch->noted);
+    PyMem_Free(watch->objects);
+    PyMem_Free(watch->tensors);
+    PyMem_Free(watch);
+}
+
+static void free_watch_of(PyObject *capsule)
+{
+    free_watch(PyCapsule_GetPointer(capsule, WATCH));
+}
+
+static int tables_are_the_same(Watch *watch)
+{
+    if (dict_watcher >= 0 && watch->num_changes == num_dict_changes) {
+        return 1;
+    }
+    uint64_t num_changes = num_dict_changes;
+    for (Py_ssize_t i = 0; i < watch->num; i++) {
+        PyObject *table = PyList_GET_ITEM(watch->tables, i);
+        if (PyDict_GET_SIZE(table) != watch->table_sizes[i] ||
+            PyDict_GetItemWithError(table, PyList_GET_ITEM(watch->names, i)) !=
+                watch->objects[i]) {
+            PyErr_Clear();
+            return 0;
+        }
+    }
+    watch->num_changes = num_changes;
+    return 1;
+}
+
+/* Note a tensor with an address, whose numbers come at `noted`; how many there are, or -1 if they
+ * do not lie in the tensor, or cannot be told. */
+static Py_ssize_t note_own(Watch *watch, void *tensor, void *address, int64_t *noted)
+{
+    Own *own = &watch->own[watch->num_own];
+    int64_t num_dims = 0, *sizes = NULL, *strides = NULL;
+    if (watch->get_dim(tensor, &num_dims) != 0 || num_dims < 0 || num_dims > MOST_DIMS ||
+        watch->get_sizes(tensor, &sizes) != 0 || watch->get_strides(tensor, &strides) != 0) {
+        return -1;
+    }
+    *own = (Own){tensor, address, sizes, strides, (Py_ssize_t)num_dims};
+    memcpy(noted, sizes, sizeof(int64_t) * (size_t)num_dims);
+    memcpy(noted + num_dims, strides, sizeof(int64_t) * (size_t)num_dims);
+    watch->num_own++;
+    return 2 * (Py_ssize_t)num_dims;
+}
+
+static inline int lies_as_noted(const Own *own, const int64_t *noted)
+{
+    int64_t differs = 0;
+    for (Py_ssize_t dim = 0; dim < own->num_dims; dim++) {
+        differs |= own->sizes[dim] ^ noted[dim];
+        differs |= own->strides[dim] ^ noted[own->num_dims + dim];
+    }
+    return differs == 0;
+}
+
+/* Remember one tensor, at the address that Python found; false if the handle tells another.
+ *
+ * Its sizes and strides go to `*noted`, which moves on.
+ */
+static int watch_one(Watch *watch, Py_ssize_t i, PyObject *address, int64_t **noted)
+{
+    PyObject *table = PyList_GET_ITEM(watch->tables, i);
+    if (!PyDict_Check(table)) {
+        return 0;
+    }
+    void *known = address == Py_None ? NULL : PyLong_AsVoidPtr(address);
+    watch->table_sizes[i] = PyDict_GET_SIZE(table);
+    watch->objects[i] = PyDict_GetItemWithError(table, PyList_GET_ITEM(watch->names, i));
+    if (PyErr_Occurred() || watch->objects[i] == NULL) {
+        return 0;
+    }
+#if PY_VERSION_HEX >= 0x030C0000
+    if (dict_watcher >= 0 && PyDict_Watch(dict_watcher, table) != 0) {
+        return 0;
+    }
+#endif
+    void *told = NULL;
+    if (watch->tensors[i] == NULL) {
+        return address == Py_None;
+    }
+    if (watch->get_data_ptr(watch->tensors[i], &told) != 0 || told != known) {
+        return 0;
+    }
+    Py_ssize_t num = note_own(watch, watch->tensors[i], known, *noted);
+    *noted += num < 0 ? 0 : num;
+    return num >= 0;
+}
+
+/* watch(tables, names, handles, addresses, get_data_ptr, get_dim, get_sizes, get_strides,
+ *       delete_tensor) -> Watch | None
+ *
+ * Takes the handles over. The last five are addresses of the functions.
+ */
+static PyObject *watch(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 9 || !PyList_CheckExact(args[0]) || !PyList_CheckExact(args[1]) ||
+        !PyList_CheckExact(args[2]) || !PyList_CheckExact(args[3])) {
+        Py_RETURN_NONE;
+    }
+    Py_ssize_t num = PyList_GET_SIZE(args[0]);
+    for (int i = 1; i < 4; i++) {
+        if (PyList_GET_SIZE(args[i]) != num) {
+            Py_RETURN_NONE;
+        }
+    }
+    Watch *made = PyMem_Calloc(1, sizeof(Watch));
+    if (made == NULL) {
+        return PyErr_NoMemory();
+    }
+    made->num = num;
+    made->tables = Py_NewRef(args[0]);
+    made->names = Py_NewRef(args[1]);
+    made->objects = PyMem_Calloc(num + 1, sizeof(PyObject *));
+    made->tensors = PyMem_Calloc(num + 1, sizeof(void *));
+    made->table_sizes = PyMem_Calloc(num + 1, sizeof(Py_ssize_t));
+    made->own = PyMem_Calloc(num + 1, sizeof(Own));
+    made->noted = PyMem_Calloc(num + 1, 2 * MOST_DIMS * sizeof(int64_t));
+    made->get_data_ptr = (GetDataPtr)PyLong_AsVoidPtr(args[4]);
+    made->get_dim = (GetDim)PyLong_AsVoidPtr(args[5]);
+    made->get_sizes = (GetNumbers)PyLong_AsVoidPtr(args[6]);
+    made->get_strides = (GetNumbers)PyLong_AsVoidPtr(args[7]);
+    made->delete_tensor = (DeleteTensor)PyLong_AsVoidPtr(args[8]);
+    made->num_changes = num_dict_changes;
+    int64_t *noted = made->noted;
+    int is_good = made->objects && made->tensors && made->table_sizes && made->own && noted &&
+                  !PyErr_Occurred();
+    for (Py_ssize_t i = 0; is_good && i < num; i++) { /* all of them, to be freed with the rest */
+        PyObject *capsule = PyList_GET_ITEM(args[2], i);
+        made->tensors[i] = capsule == Py_None ? NULL : PyCapsule_GetPointer(capsule, NULL);
+    }
+    for (Py_ssize_t i = 0; is_good && i < num; i++) {
+        is_good = watch_one(made, i, PyList_GET_ITEM(args[3], i), &noted);
+    }
+    if (!is_good) {
+        PyErr_Clear();
+        free_watch(made);
+        Py_RETURN_NONE;
+    }
+    return PyCapsule_New(made, WATCH, free_watch_of);
+}
+
+/* have_moved(Watch) -> whether a tensor is elsewhere, or replaced */
+static PyObject *have_moved(PyObject *self, PyObject *capsule)
+{
+    Watch *watch = PyCapsule_GetPointer(capsule, WATCH);
+    if (watch == NULL) {
+        return NULL;
+    }
+    if (!tables_are_the_same(watch)) {
+        Py_RETURN_TRUE;
+    }
+    const int64_t *noted = watch->noted;
+    for (Py_ssize_t i = 0; i < watch->num_own; i++) {
+        const Own *own = &watch->own[i];
+        if (i + 8 < watch->num_own) {
+            __builtin_prefetch(*(void **)own[8].tensor); /* the tensor behind the handle */
+        }
+        void *address = NULL;
+        if (watch->get_data_ptr(own->tensor, &address) != 0 || address != own->address ||
+            !lies_as_noted(own, noted)) {
+            Py_RETURN_TRUE;
+        }
+        noted += 2 * own->num_dims;
+    }
+    Py_RETURN_FALSE;
+}
+
+/* --- tensors among arguments ------------------------------------------------------------------ */
+
+/* Where some of a call's arguments were. It keeps none of them alive: an argument counts only if
+ * its Python object leads to the very tensor that was noted, which the caller keeps alive. */
+typedef struct {
+    Py_ssize_t num, offset; /* of the tensor's handle in each Python object */
+    Py_ssize_t *positions;
+    PyTypeObject **types; /* owned */
+    void **tensors, **addresses;
+    GetDataPtr get_data_ptr;
+} Places;
+
+static const char PLACES[] = "compile_backend.Places";
+
+static void free_places(Places *places)
+{
+    for (Py_ssize_t i = 0; places->types != NULL && i < places->num; i++) {
+        Py_XDECREF(places->types[i]);
+    }
+    PyMem_Free(places->positions);
+    PyMem_Free(places->types);
+    PyMem_Free(places->tensors);
+    PyMem_Free(places->addresses);
+    PyMem_Free(places);
+}
+
+static void free_places_of(PyObject *capsule)
+{
+    free_places(PyCapsule_GetPointer(capsule, PLACES));
+}
+
+static inline void *handle_in(PyObject *object, Py_ssize_t offset)
+{
+    return (char *)object + offset;
+}
+
+/* Where a Python object holds its tensor; -1 if nowhere that is known. */
+static Py_ssize_t offset_of(PyObject *object, void *tensor)
+{
+    Py_ssize_t end = Py_TYPE(object)->tp_basicsize - (Py_ssize_t)sizeof(void *);
+    for (Py_ssize_t offset = sizeof(PyObject); offset <= end; offset += sizeof(void *)) {
+        if (*(void **)handle_in(object, offset) == tensor) {
+            return offset;
+        }
+    }
+    return -1;
+}
+
+static int is_at(const Places *places, Py_ssize_t i, PyObject *object)
+{
+    void *handle = handle_in(object, places->offset), *address = NULL;
+    return Py_TYPE(object) == places->types[i] && *(void **)handle == places->tensors[i] &&
+           places->get_data_ptr(handle, &address) == 0 && address == places->addresses[i];
+}
+
+static int note_place(Places *places, PyObject *object, PyObject *tensor, PyObject *address)
+{
+    Py_ssize_t i = places->num;
+    places->types[i] = (PyTypeObject *)Py_NewRef(Py_TYPE(object));
+    places->num++;
+    places->tensors[i] = PyLong_AsVoidPtr(tensor);
+    places->addresses[i] = PyLong_AsVoidPtr(address);
+    if (PyErr_Occurred() || places->tensors[i] == NULL) {
+        return 0;
+    }
+    Py_ssize_t offset = offset_of(object, places->tensors[i]);
+    if (i == 0) {
+        places->offset = offset;
+    }
+    return offset >= 0 && offset == places->offset && is_at(places, i, object);
+}
+
+/* places_of(args, positions, tensors, addresses, get_data_ptr) -> Places | None
+ *
+ * The third are addresses of the tensors in C++, the fourth those of their data, the last that of
+ * the function that tells it.
+ */
+static PyObject *places_of(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 5 || !PyTuple_CheckExact(args[0]) || !PyList_CheckExact(args[1]) ||
+        !PyList_CheckExact(args[2]) || !PyList_CheckExact(args[3]) ||
+        PyList_GET_SIZE(args[1]) != PyList_GET_SIZE(args[2]) ||
+        PyList_GET_SIZE(args[1]) != PyList_GET_SIZE(args[3])) {
+        Py_RETURN_NONE;
+    }
+    Py_ssize_t num = PyList_GET_SIZE(args[1]);
+    Places *made = PyMem_Calloc(1, sizeof(Places));
+    if (made == NULL) {
+        return PyErr_NoMemory();
+    }
+    made->positions = PyMem_Calloc(num + 1, sizeof(Py_ssize_t));
+    made->types = PyMem_Calloc(num + 1, sizeof(PyTypeObject *));
+    made->tensors = PyMem_Calloc(num + 1, sizeof(void *));
+    made->addresses = PyMem_Calloc(num + 1, sizeof(void *));
+    made->get_data_ptr = (GetDataPtr)PyLong_AsVoidPtr(args[4]);
+    int is_good = made->positions && made->types && made->tensors && made->addresses &&
+                  made->get_data_ptr && !PyErr_Occurred();
+    for (Py_ssize_t i = 0; is_good && i < num; i++) {
+        Py_ssize_t position = PyLong_AsSsize_t(PyList_GET_ITEM(args[1], i));
+        is_good = position >= 0 && position < PyTuple_GET_SIZE(args[0]);
+        if (is_good) {
+            made->positions[i] = position;
+            is_good = note_place(made, PyTuple_GET_ITEM(args[0], position),
+                                 PyList_GET_ITEM(args[2], i), PyList_GET_ITEM(args[3], i));
+        }
+    }
+    if (!is_good) {
+        PyErr_Clear();
+        free_places(made);
+        Py_RETURN_NONE;
+    }
+    return PyCapsule_New(made, PLACES, free_places_of);
+}
+
+/* are_in_place(Places, args) -> whether the arguments are those tensors, where they were */
+static PyObject *are_in_place(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    Places *places = num_args == 2 ? PyCapsule_GetPointer(args[0], PLACES) : NULL;
+    if (places == NULL) {
+        PyErr_Clear();
+        Py_RETURN_FALSE;
+    }
+    if (!PyTuple_CheckExact(args[1])) {
+        Py_RETURN_FALSE;
+    }
+    for (Py_ssize_t i = 0; i < places->num; i++) {
+        if (places->positions[i] >= PyTuple_GET_SIZE(args[1]) ||
+            !is_at(places, i, PyTuple_GET_ITEM(args[1], places->positions[i]))) {
+            Py_RETURN_FALSE;
+        }
+    }
+    Py_RETURN_TRUE;
+}
+
+PyMethodDef tensor_methods[] = {
+    {"watch", (PyCFunction)(void (*)(void))watch, METH_FASTCALL, NULL},
+    {"have_moved", have_moved, METH_O, NULL},
+    {"places_of", (PyCFunction)(void (*)(void))places_of, METH_FASTCALL, NULL},
+    {"are_in_place", (PyCFunction)(void (*)(void))are_in_place, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+int begin_tensors(void)
+{
+#if PY_VERSION_HEX >= 0x030C0000
+    dict_watcher = PyDict_AddWatcher(count_change);
+    PyErr_Clear(); /* all watchers are taken: then dicts are looked at in every step */
+#endif
+    return 1;
+}
