@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from compile_backend.context import enter_capture_session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Hashable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,15 @@ class CaptureKeys:
         """Remember one key; the highest order is captured first."""
         self._captures.setdefault(key, (order, capture))
         self._around.add(around)
+
+    def keys(self) -> list[Hashable]:
+        """Those met so far, in order."""
+        return list(self._captures)
+
+    def forget(self, keys: Iterable[Hashable]) -> None:
+        """Capture these neither now nor later."""
+        for key in keys:
+            del self._captures[key]
 
     def run(self, capture_one: Callable[[Order, Callable[[], None]], None] | None = None) -> int:
         """Capture every key, the highest order first.

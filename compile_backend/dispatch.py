@@ -15,6 +15,8 @@ from compile_backend.errors import CaptureError, ConfigError
 from compile_backend.sizes import PaddingTable, capture_sizes
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from compile_backend.config import CompilationConfig
 
 _NONE = CUDAGraphMode.NONE
@@ -75,13 +77,18 @@ class CudagraphDispatcher:
         self._largest = -1
 
     def initialize_cudagraph_keys(
-        self, mode: CUDAGraphMode | str, uniform_decode_query_len: int | None = None
+        self,
+        mode: CUDAGraphMode | str,
+        uniform_decode_query_len: int | None = None,
+        *,
+        without: Collection[Route] = (),
     ) -> None:
         """Make the keys of a resolved mode, in place of any made before.
 
         Args:
             mode: what the model supports, or its name.
             uniform_decode_query_len: replaces the one given at construction.
+            without: modes and keys that are left out; their batches run at what else there is.
 
         Raises:
             ConfigError: no capture size is large enough for one uniform decode request, or there
@@ -104,6 +111,8 @@ class CudagraphDispatcher:
                 for n in mixed
             ]
             uniform_keys = [BatchDescriptor(n, n // query_len, True, *lora) for n in uniform]
+            mixed_keys = [key for key in mixed_keys if (mixed_mode, key) not in without]
+            uniform_keys = [key for key in uniform_keys if (_FULL, key) not in without]
             keys[_FULL] += uniform_keys
             if mixed_keys:
                 keys[mixed_mode] += mixed_keys

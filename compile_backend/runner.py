@@ -20,7 +20,7 @@ from compile_backend.backend import cudagraph_modes
 from compile_backend.batch import BatchDescriptor, of_runner
 from compile_backend.batch_loader import BatchLoader
 from compile_backend.capture_estimate import SAMPLE, extrapolate
-from compile_backend.capture_keys import capture_keys
+from compile_backend.capture_keys import CapturedKeys, capture_keys, told
 from compile_backend.config import CompilationConfig, CUDAGraphMode
 from compile_backend.context import (
     ForwardContext,
@@ -37,6 +37,7 @@ from compile_backend.piecewise_steps import PiecewiseSteps
 from compile_backend.runner_checks import (
     check_batch,
     check_device,
+    check_memory_limit,
     check_outputs,
     check_query_lens,
 )
@@ -169,11 +170,13 @@ class GraphModelRunner:
         self._captured: _Captured | None = None
         self._number = 0  # among the runners of the model
 
-    def capture(self, *, progress: bool = True) -> None:
+    def capture(self, *, progress: bool = True, max_bytes: int | None = None) -> None:
         """Warm up and capture every graph of the plan: all warm-ups first, the largest first.
 
         Args:
             progress: show what is being captured, its size, the memory taken and the time left.
+            max_bytes: of device memory for all graphs together. Sizes that would take more have
+                none, and a warning tells which; None sets no limit.
 
         Raises:
             ConfigError: the model returns something else than `output_shape` says; or with
@@ -182,8 +185,14 @@ class GraphModelRunner:
         self._captured = None
         if not shortcuts.are_built():
             self._warn_once(logger, "shortcuts", "%s", shortcuts.NOT_BUILT)
+        check_memory_limit(max_bytes, self._loader.inputs.device)
         captured = self._prepare()
-        self._capture_keys(captured, self._dispatcher.capture_plan(), progress=progress)
+        plan = self._dispatcher.capture_plan()
+        _, left_out = self._capture_keys(captured, plan, progress=progress, max_bytes=max_bytes)
+        if left_out and max_bytes is not None:
+            mode = captured.resolution.mode
+            self._dispatcher.initialize_cudagraph_keys(mode, without=left_out)
+            logger.warning("%s", told(left_out, max_bytes))
         self._weights.note()
         self._captured = captured
 
@@ -201,19 +210,24 @@ class GraphModelRunner:
         captured = self._prepare()
         plan = self._dispatcher.capture_plan()
         sample = [(mode, keys[:SAMPLE]) for mode, keys in plan]
-        warm_up_s = self._capture_keys(captured, sample, progress=False)
+        warm_up_s, _ = self._capture_keys(captured, sample, progress=False)
         num_graphs = graphs_by_mode(self._all_stats(), self._number, self._graphs_before)
         if self._compiled is not None:
             cudagraph_modes.drop_graphs(self.model)
         input_bytes = self._loader.inputs.num_bytes
         return extrapolate(plan, self._meter.by_size, num_graphs, warm_up_s, input_bytes)
 
-    def recapture(self, *, progress: bool = True) -> None:
-        """Drop every graph and capture anew, as after new weights or another layout of memory."""
+    def recapture(self, *, progress: bool = True, max_bytes: int | None = None) -> None:
+        """Drop every graph and capture anew, as after new weights or another layout of memory.
+
+        Args:
+            progress: as for `capture`.
+            max_bytes: as for `capture`; no limit is kept from there.
+        """
         self._captured = None
         if self._compiled is not None:
             cudagraph_modes.drop_graphs(self.model)
-        self.capture(progress=progress)
+        self.capture(progress=progress, max_bytes=max_bytes)
 
     def run(self, batch: Batch, *, highest_mode: CUDAGraphMode | None = None) -> Any:
         """Run one step.
@@ -340,11 +354,14 @@ class GraphModelRunner:
         plan: Sequence[tuple[CUDAGraphMode, Sequence[BatchDescriptor]]],
         *,
         progress: bool,
-    ) -> float:
+        max_bytes: int | None = None,
+    ) -> CapturedKeys:
         self._meter = CaptureMeter(self._loader.inputs.device)
         self._graphs_before = graphs_by_mode(self._all_stats(), self._number)
         warm_up = functools.partial(self._warm_up, captured)
-        return capture_keys(plan, warm_up, self._engine, self._meter, progress=progress)
+        return capture_keys(
+            plan, warm_up, self._engine, self._meter, progress=progress, max_bytes=max_bytes
+        )
 
     def _compile(self) -> None:
         """Run the largest batch eagerly: it compiles the model for sizes that change.

@@ -26,6 +26,31 @@ if TYPE_CHECKING:
 _LEAVES = (torch.Tensor, int, float, complex, str, torch.dtype, torch.device, Enum, type(None))
 
 
+def check_memory_limit(max_bytes: int | None, device: torch.device) -> None:
+    """Refuse a limit that cannot be kept.
+
+    Args:
+        max_bytes: of all graphs together; None for no limit.
+        device: the runner's.
+
+    Raises:
+        ConfigError: it is no number of bytes, or no memory is measured on the device.
+    """
+    if max_bytes is None:
+        return
+    if type(max_bytes) is not int or max_bytes < 0:
+        raise ConfigError(
+            "max_bytes", max_bytes, "is no number of bytes", "use an integer from 0 on"
+        )
+    if device.type != "cuda":
+        raise ConfigError(
+            "max_bytes",
+            max_bytes,
+            f"cannot be kept on {device}, where no memory is measured",
+            "leave it out, or lower max_cudagraph_capture_size",
+        )
+
+
 def check_device(module: torch.nn.Module | None, device: torch.device) -> None:
     """Refuse a device that the model is not on.
 
