@@ -297,10 +297,14 @@ def test_weights_rebound_again_and_again_with_a_view_that_is_written():
             model.weight.data = rows(WIDTH, seed=1)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}]
+)
 @pytest.mark.parametrize("when", ["in place", "data", "parameter", "buffer"])
 @GRAPH_MODES
-def test_weights_changed_after_capture(mode, when):
-    both = Twin(toy_model("attn_state"), cudagraph_mode=mode)
+def test_weights_changed_after_capture(mode, when, options):
+    """With Dynamo's guards on modules, and without them."""
+    both = Twin(toy_model("attn_state"), cudagraph_mode=mode, **options)
     for _ in range(3):
         both(rows(4))
     for seed in range(3):
