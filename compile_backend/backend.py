@@ -13,7 +13,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from compile_backend.build import BuiltGraph, build_graph
+from compile_backend.build import BuiltGraph, artefact_cache, build_graph
 from compile_backend.config import CompilationConfig, CUDAGraphMode, unavailable
 from compile_backend.errors import ConfigError
 from compile_backend.graph_engine import CudaEngine
@@ -21,6 +21,7 @@ from compile_backend.once import WarnOnce
 from compile_backend.plan import GraphPlan, plan_graph
 from compile_backend.reference_engine import ReferenceEngine
 from compile_backend.stats import Report, added_rows
+from compile_backend.stored_trace import StoredTraces, watch_traces
 from compile_backend.support import lowest
 from compile_backend.torch_internals.dynamo import (
     backend_of,
@@ -30,6 +31,7 @@ from compile_backend.torch_internals.dynamo import (
     leaves_something_behind,
     reaching_the_user,
 )
+from compile_backend.torch_internals.stored_graph import is_stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -119,6 +121,7 @@ class CudagraphModesBackend:
     def __init__(self) -> None:
         self._engines: dict[torch.device, GraphEngine] = {}
         self._compiled: dict[int, tuple[weakref.ref[object], _Compiled]] = {}
+        self._traces: dict[int, tuple[weakref.ref[object], StoredTraces]] = {}
 
     def __call__(
         self,
@@ -155,7 +158,14 @@ class CudagraphModesBackend:
         config = CompilationConfig.from_options(options)
         for error in unavailable(config):
             raise error
-        compiled = self._compiled_by(calling_compile())
+        owner = calling_compile()
+        compiled = self._compiled_by(owner)
+        is_whole = is_stored(graph_module) or not (
+            ends_at_a_graph_break(graph_module) or leaves_something_behind()
+        )
+        traces = self._traces_of(owner)
+        if traces is not None:
+            traces.graph(graph_module, is_whole=is_whole)
         start = time.perf_counter()
         plan = plan_graph(graph_module, example_inputs, config)
         _tell(plan, compiled.warn_once)
@@ -164,7 +174,7 @@ class CudagraphModesBackend:
             config,
             self._engine(plan.device, config),
             compiled.warn_once,
-            is_whole=not (ends_at_a_graph_break(graph_module) or leaves_something_behind()),
+            is_whole=is_whole,
         )
         compiled.graphs.append(built)
         logger.info(
@@ -218,6 +228,34 @@ class CudagraphModesBackend:
             return None
         compiled_by = self._compiled_by(owner)
         return CompiledFacts(compiled_by.graphs, compiled_by.runners)
+
+    def store_traces(self, compiled: object) -> None:
+        """From now on, what is traced for a callable may come from another process.
+
+        Otherwise it is kept for others. Nothing happens where something is traced already, the
+        callable is not compiled by this backend, or its options turn the cache off.
+        """
+        owner: Any = compile_behind(compiled)
+        if owner is None or backend_of(owner) is not self or self._traces_of(owner) is not None:
+            return
+        compiled_by = self._compiled_by(owner)
+        config = CompilationConfig.from_options(owner.kwargs.get("options"))
+        cache = artefact_cache(config, compiled_by.warn_once)
+        if cache is None or compiled_by.graphs:
+            return
+        reference = weakref.ref(owner)
+        traces = StoredTraces(
+            config,
+            cache,
+            lambda: _alive(reference),
+            lambda: self._compiled_by(_alive(reference)).graphs,
+        )
+        self._traces[id(owner)] = (reference, traces)
+        watch_traces(compiled, traces)
+
+    def _traces_of(self, owner: object | None) -> StoredTraces | None:
+        reference, traces = self._traces.get(id(owner), (None, None))
+        return traces if reference is not None and reference() is owner else None
 
     def new_engine(self, device: torch.device) -> GraphEngine:
         """An engine with a memory pool of its own."""
@@ -284,6 +322,13 @@ def reset(compiled: object) -> None:
         ConfigError: it is something else.
     """
     cudagraph_modes.drop_graphs(compiled)
+
+
+def _alive(reference: weakref.ref[Any]) -> Any:
+    """A `torch.compile` call whose functions are being called."""
+    owner = reference()
+    assert owner is not None
+    return owner
 
 
 def _tell(plan: GraphPlan, warn_once: WarnOnce) -> None:

@@ -108,18 +108,24 @@ def build_graph(
     return BuiltGraph(plan, graph, compiler.counts, is_whole)
 
 
+def artefact_cache(config: CompilationConfig, warn_once: WarnOnce) -> ArtefactCache | None:
+    """Where artefacts are kept; None for nowhere."""
+    max_bytes = 0 if config.disable_cache else cache_size_bytes()
+    if not max_bytes:
+        return None
+    return ArtefactCache(cache_directory(config.cache_dir), max_bytes, warn_once)
+
+
 def _piece_compiler(
     plan: GraphPlan, config: CompilationConfig, warn_once: WarnOnce
 ) -> PieceCompiler:
     settings = dict(config.inductor_compile_config)
     if config.disable_cache:
         settings["force_disable_caches"] = True
-    max_bytes = 0 if config.disable_cache else cache_size_bytes()
-    cache = ArtefactCache(cache_directory(config.cache_dir), max_bytes, warn_once)
     return PieceCompiler(
         config.piece_compiler,
         settings,
-        cache if max_bytes else None,
+        artefact_cache(config, warn_once),
         plan.specialisations,
         config.compile_sizes_config,
     )

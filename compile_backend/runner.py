@@ -343,6 +343,7 @@ class GraphModelRunner:
         with torch.inference_mode(False), torch.no_grad():
             if self._compiled is not None:
                 self._number = self._compiled.number_of(self)
+                cudagraph_modes.store_traces(self.model)
             self._compile()
             captured = self._settle()
             self._dispatcher.initialize_cudagraph_keys(captured.resolution.mode)

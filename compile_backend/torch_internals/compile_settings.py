@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -273,3 +274,44 @@ def renamed_size(size: Any, symbols: dict[Any, Any]) -> str:
         if symbol not in symbols:
             symbols[symbol] = symbol.func(f"s{len(symbols)}", **symbol.assumptions0)
     return str(expression.xreplace(symbols))
+
+
+def tracing_settings() -> tuple[str, ...]:
+    """All that decides how Dynamo traces, besides the function.
+
+    Raises:
+        NotStorableError: a setting means nothing elsewhere.
+    """
+    import torch._dynamo.config as config
+
+    dynamo = config.save_config_portable(ignore_private_configs=False)
+    dynamo = {name: value for name, value in dynamo.items() if name not in _FOR_PEOPLE}
+    stack = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    if any(stack):
+        raise NotStorableError("is called inside of a mode of torch's")
+    device = torch.utils._device.CURRENT_DEVICE
+    others = (
+        device,
+        torch.get_num_threads(),
+        torch.cuda.is_available(),
+        torch.cuda.device_count(),
+    )
+    return _portable("dynamo", dynamo), str(others)
+
+
+_FOR_PEOPLE = ("debug_dir_root", "base_dir")
+
+
+def op_sources(op: Any) -> str:
+    """What is known of an op besides its name, with the files that its kernels are written in.
+
+    Raises:
+        NotStorableError: the op is traced through to Python code.
+    """
+    known = op_digest(op)
+    if known is None:
+        return ""
+    overloads = [op] if is_op_overload(op) else [getattr(op, name) for name in op.overloads()]
+    told = "".join(torch._C._dispatch_dump(overload.name()) for overload in overloads)
+    files = sorted({Path(name) for name in re.findall(r"registered at (\S+\.py):\d+", told)})
+    return known + "".join(digest(file.read_text()) for file in files if file.is_file())

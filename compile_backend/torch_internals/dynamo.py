@@ -10,6 +10,7 @@ import torch
 import torch.fx
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
 
@@ -30,6 +31,14 @@ def calling_compile() -> object | None:
 
 def compile_behind(compiled: object) -> object | None:
     """The `torch.compile` call that made `compiled` (a module or a function)."""
+    for callback in callbacks_of(compiled):
+        if type(callback).__name__ == "_TorchCompileWrapper":
+            return callback
+    return None
+
+
+def callbacks_of(compiled: object) -> Iterator[object]:
+    """What Dynamo calls for a compiled module or function, from the outside in."""
     compiled = getattr(compiled, "_compiled_call_impl", None) or compiled  # module.compile()
     context = getattr(compiled, "dynamo_ctx", None)
     callback = getattr(context, "callback", None)
@@ -41,9 +50,9 @@ def compile_behind(compiled: object) -> object | None:
                 if hasattr(candidate, "_torchdynamo_orig_backend"):
                     callback = candidate
                     break
-    while callback is not None and type(callback).__name__ != "_TorchCompileWrapper":
+    while callback is not None:
+        yield callback
         callback = getattr(callback, "_torchdynamo_orig_backend", None)
-    return callback
 
 
 def backend_of(compile_call: object) -> object | None:
