@@ -17,20 +17,16 @@ import torch
 
 from compile_backend import shortcuts
 from compile_backend.backend import cudagraph_modes
-from compile_backend.batch import BatchDescriptor, of_runner
+from compile_backend.batch import BatchDescriptor
 from compile_backend.batch_loader import BatchLoader
 from compile_backend.capture_estimate import SAMPLE, extrapolate
 from compile_backend.capture_keys import CapturedKeys, capture_keys, told
 from compile_backend.config import CompilationConfig, CUDAGraphMode
-from compile_backend.context import (
-    ForwardContext,
-    SetBy,
-    enter_forward_context,
-)
 from compile_backend.dispatch import CudagraphDispatcher
 from compile_backend.errors import CaptureError, ConfigError
 from compile_backend.full_steps import FullSteps
 from compile_backend.known_steps import NOT_RUN, KnownPieces, KnownSteps
+from compile_backend.model_steps import ModelSteps
 from compile_backend.once import WarnOnce
 from compile_backend.output_cut import OutputCut
 from compile_backend.piecewise_steps import PiecewiseSteps
@@ -159,6 +155,7 @@ class GraphModelRunner:
             )
         self._largest_size = sizes.mixed[-1]
         self._loader = BatchLoader(inputs, input_spec, metadata_builder)
+        self._model_steps = ModelSteps(model, self._loader, max_num_seqs)
         self._engine = cudagraph_modes.new_engine(inputs.device)
         module = _module_of(model)
         check_device(module, inputs.device)
@@ -168,7 +165,6 @@ class GraphModelRunner:
         self._stats = GraphStats()
         self._graphs_before: dict[CUDAGraphMode, int] = {}
         self._captured: _Captured | None = None
-        self._number = 0  # among the runners of the model
 
     def capture(self, *, progress: bool = True, max_bytes: int | None = None) -> None:
         """Warm up and capture every graph of the plan: all warm-ups first, the largest first.
@@ -211,7 +207,8 @@ class GraphModelRunner:
         plan = self._dispatcher.capture_plan()
         sample = [(mode, keys[:SAMPLE]) for mode, keys in plan]
         warm_up_s, _ = self._capture_keys(captured, sample, progress=False)
-        num_graphs = graphs_by_mode(self._all_stats(), self._number, self._graphs_before)
+        number = self._model_steps.number
+        num_graphs = graphs_by_mode(self._all_stats(), number, self._graphs_before)
         if self._compiled is not None:
             cudagraph_modes.drop_graphs(self.model)
         input_bytes = self._loader.inputs.num_bytes
@@ -298,16 +295,16 @@ class GraphModelRunner:
                 return outputs
             mode, key = self._dispatcher.dispatch(descriptor, highest_mode=_PIECEWISE)
         with torch.inference_mode(False), torch.no_grad():
-            padded = self._run_model(mode, key, batch, query_lens, num_tokens)
+            pieces = captured.piecewise if mode is _PIECEWISE else None
+            padded = self._model_steps.run(mode, key, batch, query_lens, num_tokens, pieces)
             outputs = self._cut(padded, num_tokens, num_reqs)
         # At NONE nothing is told apart but the tokens: else every batch would be a row of its own.
         stats = self._stats.at(mode, key.relaxed())
         stats.steps += 1
         stats.padding += key.num_tokens - num_tokens
-        pieces = captured.piecewise if mode is _PIECEWISE else None
         if to_learn is not None and pieces is not None and pieces.knows(key):
             inputs = self._loader.inputs
-            layout = inputs.layout(*self._padded(key))
+            layout = inputs.layout(*self._model_steps.padded(key))
             step = KnownPieces(
                 key, pieces, inputs, layout, self.builder, stats, self._cut, num_tokens, num_reqs
             )
@@ -324,11 +321,11 @@ class GraphModelRunner:
             downgrades=()
             if captured is None
             else tuple(str(step) for step in captured.resolution.downgrades),
-            by_key=steps_with_graphs(self._stats, all_stats[1:], self._number),
+            by_key=steps_with_graphs(self._stats, all_stats[1:], self._model_steps.number),
             capture_s={mode: cost.seconds for mode, cost in by_mode.items()},
             num_bytes={mode: cost.num_bytes for mode, cost in by_mode.items()},
             by_size=dict(self._meter.by_size),
-            num_graphs=graphs_by_mode(all_stats, self._number, self._graphs_before),
+            num_graphs=graphs_by_mode(all_stats, self._model_steps.number, self._graphs_before),
             input_bytes=self._loader.inputs.num_bytes,
         )
 
@@ -342,7 +339,7 @@ class GraphModelRunner:
         """Compile, and settle which keys there are."""
         with torch.inference_mode(False), torch.no_grad():
             if self._compiled is not None:
-                self._number = self._compiled.number_of(self)
+                self._model_steps.number = self._compiled.number_of(self)
                 cudagraph_modes.store_traces(self.model)
             self._compile()
             captured = self._settle()
@@ -358,7 +355,7 @@ class GraphModelRunner:
         max_bytes: int | None = None,
     ) -> CapturedKeys:
         self._meter = CaptureMeter(self._loader.inputs.device)
-        self._graphs_before = graphs_by_mode(self._all_stats(), self._number)
+        self._graphs_before = graphs_by_mode(self._all_stats(), self._model_steps.number)
         warm_up = functools.partial(self._warm_up, captured)
         return capture_keys(
             plan, warm_up, self._engine, self._meter, progress=progress, max_bytes=max_bytes
@@ -377,7 +374,7 @@ class GraphModelRunner:
         num_tokens = int(batch.query_lens.sum())
         key = BatchDescriptor(num_tokens, num_reqs)
         with size_1_like_any_other():
-            outputs = self._run_model(_NONE, key, batch, batch.query_lens, num_tokens)
+            outputs = self._model_steps.run(_NONE, key, batch, batch.query_lens, num_tokens)
         check_outputs(outputs, self._output_shape, num_tokens, num_reqs)
 
     def _settle(self) -> _Captured:
@@ -393,7 +390,7 @@ class GraphModelRunner:
         if self._compiled is not None and not self._compiled.graphs:
             self._warn_once(logger, "not compiled", "the model %s; %s", *NOT_COMPILED)
         full = FullSteps(
-            self._call,
+            self._model_steps.call,
             self._loader,
             self._engine,
             self.config,
@@ -414,7 +411,8 @@ class GraphModelRunner:
                 continue
             num_reqs = min(key.num_tokens, self._max_num_seqs)
             batch = self._loader.capture_batch(key.num_tokens, num_reqs)
-            self._run_model(mode, key, batch, batch.query_lens, int(batch.query_lens.sum()))
+            num_tokens = int(batch.query_lens.sum())
+            self._model_steps.run(mode, key, batch, batch.query_lens, num_tokens)
 
     # --- a step ---
 
@@ -434,41 +432,6 @@ class GraphModelRunner:
         if captured.piecewise is not None:
             captured.piecewise.forget()
         self._weights.note()
-
-    def _run_model(
-        self,
-        mode: CUDAGraphMode,
-        key: BatchDescriptor,
-        batch: Batch,
-        query_lens: npt.NDArray[np.int32],
-        num_tokens: int,
-    ) -> Any:
-        """Call the model itself: at PIECEWISE its pieces replay, at NONE nothing does."""
-        is_padded = mode is _PIECEWISE
-        sizes = self._padded(key) if is_padded else (key.num_tokens, len(query_lens))
-        layout = self._loader.inputs.layout(*sizes, keep=is_padded)
-        self._loader.load(layout, batch, query_lens, num_tokens)
-        metadata = None
-        if self.builder is not None:
-            metadata = self.builder.build(batch.attention, query_lens, layout.tensors)
-        steps = self._captured.piecewise if is_padded and self._captured is not None else None
-        if steps is not None:
-            outputs = steps.repeat(key, metadata)
-            if outputs is not None:
-                return outputs
-        arguments = self._loader.arguments(layout)
-        call = functools.partial(self._call, *arguments)
-        own = key._replace(extra=(*key.extra, *of_runner(self._number))) if is_padded else key
-        with enter_forward_context(ForwardContext(metadata, mode, own), SetBy.USER):
-            return call() if steps is None else steps.learn(key, call, arguments)
-
-    def _padded(self, key: BatchDescriptor) -> tuple[int, int]:
-        """Tokens and requests of what pieces run on."""
-        return key.num_tokens, min(key.num_tokens, self._max_num_seqs)
-
-    def _call(self, *arguments: torch.Tensor) -> Any:
-        names = (spec.name for spec in self._loader.specs)
-        return self.model(**dict(zip(names, arguments, strict=True)))
 
 
 def _marked(tensor: torch.Tensor, spec: InputSpec) -> None:
