@@ -13,6 +13,7 @@ import contextvars
 import enum
 import functools
 import hashlib
+import inspect
 import logging
 import re
 import sys
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 
 from compile_backend.cache import NotStorableError
-from compile_backend.torch_internals.compile_settings import op_sources
+from compile_backend.torch_internals.compile_settings import fakes_of, op_sources
 from compile_backend.torch_internals.graphs import (
     is_fake_tensor,
     is_higher_order_op,
@@ -74,8 +75,10 @@ class Description:
 
     Attributes:
         codes: digests of all code that was met.
+        fakes: the code of functions by which ops that were met are traced.
         open: what could not be described, by the name that leads there: whoever reads such a name
             depends on more than the text tells.
+        unordered: sets, likewise: their order differs from process to process.
     """
 
     def __init__(self) -> None:
@@ -86,8 +89,18 @@ class Description:
         self._slots: dict[type, list[str]] = {}
         self._path: list[str] = []
         self.codes: set[str] = set()
+        self.fakes: set[types.CodeType] = set()
         self.open: dict[str, str] = {}
+        self.unordered: dict[str, str] = {}
         self._open_ids: set[int] = set()
+
+    def further(self) -> Description:
+        """A description that starts with nothing, and knows the objects of this one."""
+        further = Description()
+        further._numbers = dict(self._numbers)
+        further._alive = list(self._alive)
+        further._storages = dict(self._storages)
+        return further
 
     def digest(self) -> str:
         """All that was described, as hexadecimal digits."""
@@ -112,8 +125,12 @@ class Description:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         self._tell("open", kind)
         self._open_ids.add(id(value))
+        self._note(self.open, f"a {kind}")
+
+    def _note(self, names: dict[str, str], what: str) -> None:
+        """Whoever reads this depends on more than the text tells."""
         name = next((n for n in reversed(self._path) if n and n[0] != "["), self._path[0])
-        self.open.setdefault(name.rpartition(".")[2], f"a {kind} ({''.join(self._path)})")
+        names.setdefault(name.rpartition(".")[2], f"{what} ({''.join(self._path)})")
 
     def _value(self, value: Any) -> None:  # noqa: C901 - a table of kinds
         kind = type(value)
@@ -230,6 +247,8 @@ class Description:
                 self._within(f"[{i}]", item)
         elif isinstance(value, (set, frozenset)):
             self._tell("set", len(value), *self._sorted(value))
+            if len(value) > 1:
+                self._note(self.unordered, "the order of a set")
         elif isinstance(value, (int, str, bytes, float, complex)):
             base = next(
                 each for each in (int, str, bytes, float, complex) if isinstance(value, each)
@@ -244,7 +263,9 @@ class Description:
             alone.add("".join(self._path) + "{}", item)
             self.codes |= alone.codes
             self.open.update(alone.open)
+            self.unordered.update(alone.unordered)
             self._open_ids |= alone._open_ids
+            self.fakes |= alone.fakes
             described.append(alone.digest())
         return sorted(described)
 
@@ -283,7 +304,7 @@ class Description:
         self._tell("class", value.__module__, value.__qualname__)
         if not _has_members_in_python(value):
             return
-        for base in value.__bases__:
+        for base in (*value.__bases__, *({type(value)} - {type})):
             self._within("", base)
         members = [item for item in vars(value).items() if item[0] not in _OF_EVERY_CLASS]
         self._tell("members", len(members))
@@ -323,6 +344,13 @@ class Description:
                 self._tell(op_sources(value))
             except NotStorableError:
                 self._leave_open(value)
+            for fake in fakes_of(value):
+                self._within("[fake]", fake)
+                code = getattr(inspect.unwrap(fake), "__code__", None)
+                if code is None:
+                    self._leave_open(value)
+                else:
+                    self.fakes.add(code)
 
     def _builtin(self, value: Any) -> None:
         owner = getattr(value, "__self__", None)

@@ -158,7 +158,7 @@ class StoredTraces(Watcher):
                 self._cache.discard(path, f"{type(error).__name__}: {error}")
                 continue
             try:
-                found = self._entry(record, call.frame, frame_state)
+                found = self._entry(record, call, frame_state)
             except Exception as reason:  # noqa: BLE001 - whatever is wrong, it can be traced
                 del graphs[num_graphs:]
                 logger.info("a stored trace is of no use here: %s", reason)
@@ -168,10 +168,11 @@ class StoredTraces(Watcher):
         self._call = call
         return None
 
-    def _entry(self, record: _Record, frame: Frame, frame_state: Any) -> Any:
-        record.outside.check_same(frame, installed_globals(record.code, frame))
+    def _entry(self, record: _Record, call: _Call, frame_state: Any) -> Any:
+        installed = installed_globals(record.code, call.frame)
+        record.outside.check_same(call.frame, call.arguments, installed)
         module = revived(record.graph)
-        return entry(record.code, frame, module, self._backend(), frame_state)
+        return entry(record.code, call.frame, module, self._backend(), frame_state)
 
     def done(self) -> None:
         """See `Watcher`: store what a call was traced to."""

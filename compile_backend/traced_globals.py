@@ -11,6 +11,7 @@ import builtins
 import dis
 import functools
 import importlib
+import itertools
 import os
 import sys
 import sysconfig
@@ -23,7 +24,7 @@ from compile_backend.description import Description, code_digest
 from compile_backend.torch_internals.stored_entry import (
     Frame,
     UnsuitableError,
-    global_sources,
+    guarded_sources,
     value_of,
 )
 from compile_backend.torch_internals.traced_code import source_name
@@ -44,7 +45,7 @@ class TracedGlobals:
 
     Attributes:
         chains: by module: a global, or what is imported, and attributes of it.
-        sources: what guards look at outside of the arguments.
+        sources: what guards look at.
         digests: of all that these stand for up to each of them, in order.
     """
 
@@ -64,11 +65,17 @@ class TracedGlobals:
         Raises:
             NotStorableError: it depends on what cannot be described.
         """
-        chains = _chains_in(traced.codes)
-        sources = tuple(global_sources(traced.stored))
-        outside = Description()
-        digests = tuple(digest for _, digest in _described(outside, chains, sources, frame))
-        _check_known(traced.codes, arguments, outside)
+        sources = tuple(guarded_sources(traced.stored))
+        codes, fakes = traced.codes, set(arguments.fakes)
+        while True:
+            chains = _chains_in(codes)
+            outside = arguments.further()
+            digests = tuple(digest for _, digest in _described(outside, chains, sources, frame))
+            fakes |= outside.fakes
+            if fakes.issubset(codes):
+                break
+            codes = [*codes, *fakes.difference(codes)]
+        _check_known(codes, arguments, outside)
         for guard in traced.stored.guards:
             value = _value(guard.source, frame)
             if arguments.has_left_open(value) or outside.has_left_open(value):
@@ -76,11 +83,14 @@ class TracedGlobals:
                 raise NotStorableError(f"depends on {name}, a {type(value).__qualname__}")
         return cls(chains, sources, digests)
 
-    def check_same(self, frame: Frame, installed: Mapping[str, Any]) -> None:
+    def check_same(
+        self, frame: Frame, arguments: Description, installed: Mapping[str, Any]
+    ) -> None:
         """Refuse if a name stands for something else than it did where the code was traced.
 
         Args:
             frame: the call.
+            arguments: of the call, described.
             installed: further globals of the function.
 
         Raises:
@@ -88,7 +98,7 @@ class TracedGlobals:
         """
         frame = replace(frame, global_scope={**frame.global_scope, **installed})
         try:
-            live = _described(Description(), self.chains, self.sources, frame)
+            live = _described(arguments.further(), self.chains, self.sources, frame)
             for (name, digest), known in zip(live, self.digests, strict=True):
                 if digest != known:
                     raise UnsuitableError(f"{name} is not what it was")
@@ -234,9 +244,54 @@ def _check_known(
         if code_digest(code) not in known and not _is_of_python(code):
             raise NotStorableError(f"goes through code that nothing refers to ({code.co_name})")
     named = {name for code in codes for name in _all_names(code)}
+    for name in sorted(named & _OF_ONE_PROCESS):
+        raise NotStorableError(f"goes through code that names {name}")
+    unordered = {**arguments.unordered, **outside.unordered}
+    for name in _ONLY_LOOKED_IN:
+        unordered.pop(name, None)
+    for code in codes:
+        _check_order(code, unordered)
     for name, what in (*arguments.open.items(), *outside.open.items()):
         if name in named:
             raise NotStorableError(f"may depend on {what}")
+
+
+# What differs from process to process, or what descriptions leave out.
+_OF_ONE_PROCESS = frozenset({"hash", "id", "__annotations__", "get_type_hints", "__doc__"})
+
+
+# A set of torch's own modules, in which it looks up names.
+_ONLY_LOOKED_IN = ("_non_persistent_buffers_set",)
+_METHODS_WITHOUT_ORDER = frozenset({"add", "discard", "remove", "__contains__"})
+
+
+def _check_order(code: types.CodeType, unordered: Mapping[str, str]) -> None:
+    """Refuse code that may go through a set, whose order differs from process to process.
+
+    Args:
+        code: may look for something in a set, add to it and take from it.
+        unordered: what sets there are, by name; besides those that are constants of the code.
+
+    Raises:
+        NotStorableError: it does something else with one.
+    """
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in _BETWEEN]
+    for instruction, following in itertools.pairwise(instructions):
+        what = instruction.argval
+        if isinstance(what, types.CodeType):
+            _check_order(what, unordered)
+            continue
+        names = what if isinstance(what, tuple) else (what,)
+        is_load = instruction.opname.startswith("LOAD_")
+        is_constant = isinstance(what, frozenset) and len(what) > 1
+        is_set = is_constant or any(isinstance(n, str) and n in unordered for n in names)
+        is_harmless = following.opname == "CONTAINS_OP" or (
+            following.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            and following.argval in _METHODS_WITHOUT_ORDER
+        )
+        if is_load and is_set and not is_harmless:
+            told = "a constant set" if is_constant else f"the set {what}"
+            raise NotStorableError(f"may depend on the order of {told} ({code.co_qualname})")
 
 
 def _all_names(code: types.CodeType) -> Iterator[str]:

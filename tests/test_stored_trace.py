@@ -13,6 +13,7 @@ import operator
 import os
 import subprocess
 import sys
+import types
 import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -461,6 +462,127 @@ def test_closures_and_defaults_that_are_not_the_same_are_traced(tmp_path: Path) 
 # --- what is not stored ---
 
 
+def by_module(part: Reading, x: torch.Tensor) -> torch.Tensor:
+    return x * part.module.SCALE
+
+
+def by_metaclass(part: Reading, x: torch.Tensor) -> torch.Tensor:
+    return x * part.kind.scale
+
+
+def by_order(part: Reading, x: torch.Tensor) -> torch.Tensor:
+    for name in part.names:
+        x = x + 1 if name == "add" else x * 2
+    return x
+
+
+def by_order_of_a_constant(_part: Reading, x: torch.Tensor) -> torch.Tensor:
+    for name in {"add", "times"}:  # noqa: PLC0208 - the order is what is tested
+        x = x + 1 if name == "add" else x * 2
+    return x
+
+
+def by_hash(_part: Reading, x: torch.Tensor) -> torch.Tensor:
+    return x * (hash("name") % 7)
+
+
+def by_annotations(part: Reading, x: torch.Tensor) -> torch.Tensor:
+    return x * len(part.kind.__annotations__)
+
+
+def by_looking(part: Reading, x: torch.Tensor) -> torch.Tensor:
+    return x + 1 if "add" in part.names and "add" in {"add", "times"} else x
+
+
+class KindOfKind(type):
+    scale = 1.0
+
+
+class Kind(metaclass=KindOfKind):
+    one: int = 1
+
+
+class Reading(torch.nn.Module):
+    """A part whose forward is one of the functions above."""
+
+    def __init__(self, read: Callable[[Reading, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.read = read
+        self.module = scaled_module
+        self.kind = Kind
+        self.names = {"add", "times"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.read(self, x)
+
+
+scaled_module = types.ModuleType("scaled_module")
+
+
+def reading(read: Callable[[Reading, torch.Tensor], torch.Tensor]) -> Model:
+    model = Model()
+    model.mixed = Reading(read)
+    return model
+
+
+@pytest.mark.parametrize(
+    "read", [by_order, by_order_of_a_constant, by_hash, by_annotations], ids=lambda f: f.__name__
+)
+def test_what_differs_between_processes_is_not_stored(
+    read: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "compile_backend"):
+        serve(tmp_path, reading(read))
+    assert "traced in every process" in caplog.text
+    assert "a trace is stored" not in caplog.text
+
+
+def test_a_set_in_which_something_is_looked_for_has_no_order(tmp_path: Path) -> None:
+    serve(tmp_path, reading(by_looking))
+    assert serve(tmp_path, reading(by_looking))[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("read", "owner", "name"),
+    [(by_module, scaled_module, "SCALE"), (by_metaclass, KindOfKind, "scale")],
+    ids=["module", "metaclass"],
+)
+def test_what_arguments_lead_to_only_by_name_is_compared(
+    read: Any, owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, 2.0, raising=False)
+    serve(tmp_path, reading(read))
+    assert serve(tmp_path, reading(read))[1] == 0
+    monkeypatch.setattr(owner, name, 3.0)
+    assert serve(tmp_path, reading(read))[1] > 0
+
+
+def widened(library: torch.library.Library, factor: int) -> None:
+    """An op whose results are as wide as what it closes over says."""
+
+    def wide(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x] * factor, -1)
+
+    def fake(x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty((*x.shape[:-1], x.shape[-1] * factor))
+
+    library.define("wide(Tensor x) -> Tensor")
+    library.impl("wide", wide, "CPU")
+    torch.library.register_fake("stored_toy::wide", fake, lib=library)
+
+
+def by_op(_part: Reading, x: torch.Tensor) -> torch.Tensor:
+    wide = torch.ops.stored_toy.wide(x)
+    return wide[..., : x.shape[-1]] * wide.shape[-1]
+
+
+def test_an_op_that_is_traced_in_another_way_is_traced(tmp_path: Path) -> None:
+    for factor in (1, 2):
+        with torch.library._scoped_library("stored_toy", "DEF") as library:
+            widened(library, factor)
+            assert serve(tmp_path, reading(by_op))[1] > 0
+
+
 @pytest.mark.parametrize("kind", [Breaking, Counting])
 def test_what_is_more_than_one_graph_is_not_stored(
     tmp_path: Path, kind: Any, caplog: pytest.LogCaptureFixture
@@ -505,7 +627,7 @@ def test_all_names_of_torch_are_there() -> None:
 # --- files ---
 
 
-@pytest.mark.parametrize("size", [0, 10, 3000, -1])
+@pytest.mark.parametrize("size", [0, 3000])
 def test_a_damaged_trace_costs_time_only(tmp_path: Path, size: int) -> None:
     serve(tmp_path)
     files = list(tmp_path.rglob("*.piece"))
@@ -574,7 +696,7 @@ def serve_architecture(architecture: Any, directory: Path) -> tuple[int, list[to
     return counters["frames"]["total"], logits
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_neox"])
 def test_real_models_are_served_by_stored_traces(name: str, tmp_path: Path) -> None:
     cold, expected = serve_architecture(ARCHITECTURES[name], tmp_path)
     warm, logits = serve_architecture(ARCHITECTURES[name], tmp_path)

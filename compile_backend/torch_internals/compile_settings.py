@@ -220,14 +220,29 @@ def op_digest(op: Any) -> str | None:
 
 def _source_of_fake(overload: Any) -> str:
     """The code that tells an op's results from its arguments, which is traced with."""
+    fake = _fake_of(overload)
+    try:
+        return "" if fake is None else digest(inspect.getsource(fake))
+    except (OSError, TypeError):
+        return ""
+
+
+def _fake_of(overload: Any) -> Any | None:
     from torch._library.simple_registry import singleton
 
-    name = f"{overload.namespace}::{overload._opname}"
     try:
-        kernel = singleton.find(name).fake_impl.kernel
-        return "" if kernel is None else digest(inspect.getsource(kernel.func))
-    except (OSError, TypeError, AttributeError):
-        return ""
+        kernel = singleton.find(f"{overload.namespace}::{overload._opname}").fake_impl.kernel
+    except AttributeError:
+        return None
+    if kernel is None:
+        return None
+    function: Any = kernel.func
+    while getattr(function, "__module__", "") == "torch.library":  # what torch puts around it
+        around = inspect.getclosurevars(function).nonlocals
+        if not callable(around.get("func")):
+            break
+        function = around["func"]
+    return function
 
 
 # Keywords of calls of Triton kernels that mean something within a process only.
@@ -302,16 +317,28 @@ def tracing_settings() -> tuple[str, ...]:
 _FOR_PEOPLE = ("debug_dir_root", "base_dir")
 
 
+def fakes_of(op: Any) -> list[Any]:
+    """The Python functions that tell an op's results from its arguments when it is traced."""
+    overloads = [op] if is_op_overload(op) else [getattr(op, name) for name in op.overloads()]
+    if overloads[0].namespace in _OPS_OF_TORCH:
+        return []
+    fakes = (_fake_of(overload) for overload in overloads)
+    return [fake for fake in fakes if fake is not None]
+
+
 def op_sources(op: Any) -> str:
     """What is known of an op besides its name, with the files that its kernels are written in.
 
     Raises:
-        NotStorableError: the op is traced through to Python code.
+        NotStorableError: the op is traced through to Python code, or by a kernel in Python for
+            tensors without data, which nobody can look at.
     """
     known = op_digest(op)
     if known is None:
         return ""
     overloads = [op] if is_op_overload(op) else [getattr(op, name) for name in op.overloads()]
     told = "".join(torch._C._dispatch_dump(overload.name()) for overload in overloads)
+    if re.search(r"^Meta: registered at \S+\.py:", told, re.MULTILINE) and not fakes_of(op):
+        raise NotStorableError(f"traces by a kernel in Python of the op {overloads[0].name()}")
     files = sorted({Path(name) for name in re.findall(r"registered at (\S+\.py):\d+", told)})
     return known + "".join(digest(file.read_text()) for file in files if file.is_file())

@@ -57,24 +57,27 @@ def value_of(source: Any, frame: Frame) -> Any:
     Raises:
         Exception: whatever its evaluation raises.
     """
+    given = {"L": frame.local_scope, "G": frame.global_scope}
+    return eval(source_name(source), _scope_of_guards(), given)  # noqa: S307
+
+
+@functools.cache
+def _scope_of_guards() -> dict[str, Any]:
+    """What the text of a source may name."""
     from torch._dynamo import guards
 
     known: Any = guards
-    scope = {**known.SYMPY_INTERP, **known._get_closure_vars()}
-    return eval(source_name(source), scope, {"L": frame.local_scope, "G": frame.global_scope})  # noqa: S307
+    return {**known.SYMPY_INTERP, **known._get_closure_vars()}
 
 
-def global_sources(stored: StoredCode) -> list[Any]:
-    """What guards look at outside of the call's arguments."""
-    sources = (guard.source for guard in stored.guards)
+def guarded_sources(stored: StoredCode) -> list[Any]:
+    """What guards look at, each once."""
     named = {}
-    for source in sources:
+    for guard in stored.guards:
         try:
-            name = source_name(source)
+            named[source_name(guard.source)] = guard.source
         except NotImplementedError:
             continue
-        if "G[" in name:
-            named[name] = source
     return list(named.values())
 
 
