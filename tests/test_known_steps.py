@@ -454,7 +454,7 @@ def outcome(runner: GraphModelRunner, batch: Batch, highest: Any) -> Any:
         return str(error)
 
 
-@settings(max_examples=30, deadline=None, database=None)
+@settings(max_examples=18, deadline=None, database=None)
 @given(data=st.data())
 def test_any_steps_are_those_of_the_general_code(data: Any) -> None:
     mode = data.draw(st.sampled_from(["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]))

@@ -131,7 +131,7 @@ def serve(directory: Path | str, model: Any = None, **options: Any) -> tuple[Any
     counters.clear()
     compile_options = {"cache_dir": str(directory), **options}
     model = model or Model()
-    loop = make_loop(model=model, called=compiled(model, **compile_options), sizes=(1, 2, 8))
+    loop = make_loop(model=model, called=compiled(model, **compile_options), sizes=(1, 8))
     first, second = loop.add([3, 1, 4, 1, 5]), loop.add([9, 2, 6])
     logits = [loop.step([(first, 5), (second, 3)])]
     for highest in MODES:
