@@ -8,21 +8,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from compile_backend.batch import BatchDescriptor
 from compile_backend.capture_session import CaptureKeys
-from compile_backend.config import CUDAGraphMode
 from compile_backend.context import enter_capture_session
 from compile_backend.progress import capture_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
+    from compile_backend.batch import BatchDescriptor
+    from compile_backend.config import CUDAGraphMode
+    from compile_backend.dispatch import Route
     from compile_backend.graph_engine import GraphEngine
     from compile_backend.runner_report import CaptureMeter
-
-
-Key = tuple[CUDAGraphMode, BatchDescriptor]
-"""What one graph, or at PIECEWISE one graph of each piece, is for."""
 
 
 class CapturedKeys(NamedTuple):
@@ -30,11 +27,11 @@ class CapturedKeys(NamedTuple):
 
     Attributes:
         warm_up_s: seconds of the warm-ups.
-        left_out: keys that are too large, with the bytes that each would take.
+        left_out: modes and keys that are too large, with the bytes that each would take.
     """
 
     warm_up_s: float
-    left_out: dict[Key, int]
+    left_out: dict[Route, int]
 
 
 def capture_keys(
@@ -58,8 +55,8 @@ def capture_keys(
             see `beyond`.
     """
     session = CaptureKeys()
-    peaks: dict[Key, int] = {}
-    met: dict[Key, list[Hashable]] = {}
+    peaks: dict[Route, int] = {}
+    met: dict[Route, list[Hashable]] = {}
     number = sum(len(keys) for _, keys in plan)
     start = time.perf_counter()
     with (
@@ -86,7 +83,7 @@ def capture_keys(
     return CapturedKeys(warm_up_s, left_out)
 
 
-def beyond(peaks: Mapping[Key, int], max_bytes: int) -> dict[Key, int]:
+def beyond(peaks: Mapping[Route, int], max_bytes: int) -> dict[Route, int]:
     """The keys whose graphs do not fit into a limit any more, with what each takes.
 
     Graphs of a mode share a memory pool, so a mode takes what its largest key does. The smallest
@@ -109,7 +106,7 @@ def beyond(peaks: Mapping[Key, int], max_bytes: int) -> dict[Key, int]:
     return left_out
 
 
-def told(left_out: Mapping[Key, int], max_bytes: int) -> str:
+def told(left_out: Mapping[Route, int], max_bytes: int) -> str:
     """Which sizes have no graphs since they would take too much memory."""
     sizes: dict[str, set[int]] = {}
     for mode, key in left_out:

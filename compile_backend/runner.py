@@ -178,10 +178,10 @@ class GraphModelRunner:
             ConfigError: the model returns something else than `output_shape` says; or with
                 `strict`, the mode cannot be had.
         """
+        check_memory_limit(max_bytes, self._loader.inputs.device)
         self._captured = None
         if not shortcuts.are_built():
             self._warn_once(logger, "shortcuts", "%s", shortcuts.NOT_BUILT)
-        check_memory_limit(max_bytes, self._loader.inputs.device)
         captured = self._prepare()
         plan = self._dispatcher.capture_plan()
         _, left_out = self._capture_keys(captured, plan, progress=progress, max_bytes=max_bytes)
@@ -221,6 +221,7 @@ class GraphModelRunner:
             progress: as for `capture`.
             max_bytes: as for `capture`; no limit is kept from there.
         """
+        check_memory_limit(max_bytes, self._loader.inputs.device)
         self._captured = None
         if self._compiled is not None:
             cudagraph_modes.drop_graphs(self.model)

@@ -67,11 +67,6 @@ class CaptureMeter:
         cost = Cost(time.perf_counter() - start, self._reserved() - before)
         self.by_size[size] = cost.plus(self.by_size.get(size, Cost(0.0, 0)))
 
-    @property
-    def measures_memory(self) -> bool:
-        """Whether memory is measured at all."""
-        return self._device.type == "cuda"
-
     def peak(self, run: Callable[[], None]) -> int:
         """Device memory that a run takes at its peak, beyond what was allocated before."""
         before = torch.cuda.memory_allocated(self._device)
@@ -80,7 +75,7 @@ class CaptureMeter:
         return torch.cuda.max_memory_allocated(self._device) - before
 
     def _reserved(self) -> int:
-        return torch.cuda.memory_reserved(self._device) if self.measures_memory else 0
+        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,10 @@ def test_a_limit_that_cannot_be_kept_is_refused(value: object, text: str) -> Non
     with pytest.raises(ConfigError, match=f"max_bytes={value}.*{text}"):
         loop.runner.capture(progress=False, max_bytes=value)
     loop.runner.capture(progress=False)
+    for again in (loop.runner.capture, loop.runner.recapture):
+        with pytest.raises(ConfigError, match=text):
+            again(progress=False, max_bytes=value)
+        loop.step([(loop.add([1, 2]), 2)])  # what was captured is still there
 
 
 @pytest.mark.gpu

@@ -201,13 +201,17 @@ _OPS_OF_TORCH = frozenset(
 )
 
 
+def _overloads_of(op: Any) -> list[Any]:
+    return [op] if is_op_overload(op) else [getattr(op, name) for name in op.overloads()]
+
+
 def op_digest(op: Any) -> str | None:
     """What is known of an op besides its name; None for those that come with torch.
 
     Raises:
         NotStorableError: the op is traced through to Python code.
     """
-    overloads = [op] if is_op_overload(op) else [getattr(op, name) for name in op.overloads()]
+    overloads = _overloads_of(op)
     if overloads[0].namespace in _OPS_OF_TORCH:
         return None
     for overload in overloads:
@@ -319,7 +323,7 @@ _FOR_PEOPLE = ("debug_dir_root", "base_dir")
 
 def fakes_of(op: Any) -> list[Any]:
     """The Python functions that tell an op's results from its arguments when it is traced."""
-    overloads = [op] if is_op_overload(op) else [getattr(op, name) for name in op.overloads()]
+    overloads = _overloads_of(op)
     if overloads[0].namespace in _OPS_OF_TORCH:
         return []
     fakes = (_fake_of(overload) for overload in overloads)
@@ -336,7 +340,7 @@ def op_sources(op: Any) -> str:
     known = op_digest(op)
     if known is None:
         return ""
-    overloads = [op] if is_op_overload(op) else [getattr(op, name) for name in op.overloads()]
+    overloads = _overloads_of(op)
     told = "".join(torch._C._dispatch_dump(overload.name()) for overload in overloads)
     if re.search(r"^Meta: registered at \S+\.py:", told, re.MULTILINE) and not fakes_of(op):
         raise NotStorableError(f"traces by a kernel in Python of the op {overloads[0].name()}")
