@@ -355,10 +355,17 @@ class Description:
     def _builtin(self, value: Any) -> None:
         owner = getattr(value, "__self__", None)
         bound = owner is not None and not isinstance(owner, (types.ModuleType, type))
+        bound = bound and not _is_function_of_cpp(owner)
         self._tell("builtin", str(value.__module__) if hasattr(value, "__module__") else "")
         self._tell(value.__qualname__)
         if bound:
             self._within("[self]", owner)
+
+
+def _is_function_of_cpp(owner: object) -> bool:
+    """Whether a builtin's owner is no object, but the C++ function that pybind11 calls for it."""
+    kind = type(owner)
+    return kind.__module__ == "pybind11_builtins" or kind.__name__ == "PyCapsule"
 
 
 # --- code ---

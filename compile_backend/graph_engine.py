@@ -83,39 +83,81 @@ class GraphEngine(Protocol):
         """Around a series of captures: one garbage collection before, none during."""
 
 
-class Sessions:
-    """One garbage collection before a series of captures, and none during it.
+class _Collector:
+    """Python's garbage collector around captures: run once before the first, then held off.
 
-    The collection waits for the first capture of the series: a step that captures nothing costs
-    nothing.
+    What it finds in the middle of a capture may free device memory, which breaks the capture.
+    There is one collector in a process, so series of several engines that overlap share its run.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._depth = 0
-        self._restores_gc: bool | None = None
-        self.num_collections = 0
+        self._restores: bool | None = None
+
+    @contextlib.contextmanager
+    def series(self) -> Iterator[None]:
+        """Around a series of captures; the last to end switches the collector on again."""
+        with self._lock:
+            self._depth += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._depth -= 1
+                if not self._depth:
+                    if self._restores:
+                        gc.enable()
+                    self._restores = None
+
+    def hold_off(self) -> None:
+        """Collect and switch the collector off, unless a series that still runs has done so."""
+        with self._lock:
+            assert self._depth, "captures happen within a series"
+            if self._restores is None:
+                gc.collect()
+                self._restores = gc.isenabled()
+                gc.disable()
+
+
+_COLLECTOR = _Collector()
+
+
+class Sessions:
+    """What is done once around a series of captures of an engine.
+
+    It waits for the first capture of the series: a step that captures nothing costs nothing.
+
+    Args:
+        around: entered at the first capture, and left after the last.
+    """
+
+    def __init__(
+        self, around: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+    ) -> None:
+        self._around = around or contextlib.nullcontext
+        self._entered: contextlib.ExitStack | None = None
+        self._depth = 0
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         """Around a series of captures."""
         self._depth += 1
         try:
-            yield
+            with _COLLECTOR.series():
+                yield
         finally:
             self._depth -= 1
-            if not self._depth and self._restores_gc is not None:
-                if self._restores_gc:
-                    gc.enable()
-                self._restores_gc = None
+            if not self._depth and self._entered is not None:
+                entered, self._entered = self._entered, None
+                entered.close()
 
     def before_capture(self) -> None:
-        """Collect and switch the collector off, unless this series has done so."""
-        assert self._depth, "captures happen within a session"
-        if self._restores_gc is None:
-            gc.collect()
-            self.num_collections += 1
-            self._restores_gc = gc.isenabled()
-            gc.disable()
+        """Do what comes before the first capture, unless this series has done so."""
+        _COLLECTOR.hold_off()
+        if self._entered is None:
+            self._entered = contextlib.ExitStack()
+            self._entered.enter_context(self._around())
 
 
 class CudaGraph:
@@ -160,7 +202,7 @@ class CudaEngine:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.session = Sessions()
+        self.session = Sessions(self._around_captures)
         self._lock = threading.Lock()
         self._kept: list[Any] = []
         with torch.cuda.device(device):
@@ -218,9 +260,15 @@ class CudaEngine:
         return pool
 
     @contextlib.contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-        with torch.cuda.device(self.device), cublas_workspaces_apart():
+    def _around_captures(self) -> Iterator[None]:
+        """Around a series: between its captures, a wait would be for the driver's own work."""
+        with cublas_workspaces_apart():
             torch.cuda.synchronize(self.device)
+            yield
+
+    @contextlib.contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+        with torch.cuda.device(self.device):
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream), capturing(graph, pool):
                 yield

@@ -383,6 +383,20 @@ def test_the_collector_is_restored_on_error(engine, collections):
     assert len(collections) == 2
 
 
+def test_series_of_two_engines_share_one_collection(engine, collections):
+    other = type(engine)(engine.device)
+    x = ones(engine)
+    trials = [one.warm_up(double, (x,))[1] for one in (engine, other)]
+    with engine.session():
+        with other.session():
+            engine.capture(double, (x,), trials[0])
+            other.capture(double, (x,), trials[1])
+        assert not gc.isenabled()  # the series of the first goes on
+        engine.capture(double, (x,), trials[0])
+    assert gc.isenabled()
+    assert len(collections) == 1
+
+
 def test_a_collector_that_was_off_stays_off(engine):
     gc.disable()
     try:

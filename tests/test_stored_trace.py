@@ -494,6 +494,11 @@ def by_looking(part: Reading, x: torch.Tensor) -> torch.Tensor:
     return x + 1 if "add" in part.names and "add" in {"add", "times"} else x
 
 
+def by_cpp(_part: Reading, x: torch.Tensor) -> torch.Tensor:
+    """Reads a function of C++, whose owner is an object of pybind11's."""
+    return x if torch._C._get_tracing_state() else x + SHIFT
+
+
 class KindOfKind(type):
     scale = 1.0
 
@@ -537,9 +542,10 @@ def test_what_differs_between_processes_is_not_stored(
     assert "a trace is stored" not in caplog.text
 
 
-def test_a_set_in_which_something_is_looked_for_has_no_order(tmp_path: Path) -> None:
-    serve(tmp_path, reading(by_looking))
-    assert serve(tmp_path, reading(by_looking))[1] == 0
+@pytest.mark.parametrize("read", [by_looking, by_cpp], ids=lambda f: f.__name__)
+def test_what_is_the_same_in_every_process_is_stored(read: Any, tmp_path: Path) -> None:
+    serve(tmp_path, reading(read))
+    assert serve(tmp_path, reading(read))[1] == 0
 
 
 @pytest.mark.parametrize(
