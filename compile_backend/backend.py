@@ -34,7 +34,7 @@ from compile_backend.torch_internals.dynamo import (
 from compile_backend.torch_internals.stored_graph import is_stored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
     import torch.fx
@@ -214,6 +214,7 @@ class CudagraphModesBackend:
             loads=sum(built.counts.loads for built in graphs),
             load_s=sum(built.counts.load_s for built in graphs),
             unstorable=sum(built.counts.unstorable for built in graphs),
+            passes=_places_changed(plans),
         )
 
     def drop_graphs(self, compiled: object) -> None:
@@ -329,6 +330,15 @@ def _alive(reference: weakref.ref[Any]) -> Any:
     owner = reference()
     assert owner is not None
     return owner
+
+
+def _places_changed(plans: Iterable[GraphPlan]) -> dict[str, int]:
+    """By pass, in the order they run."""
+    changed: dict[str, int] = {}
+    for plan in plans:
+        for result in plan.passes:
+            changed[result.name] = changed.get(result.name, 0) + result.changed
+    return changed
 
 
 def _tell(plan: GraphPlan, warn_once: WarnOnce) -> None:

@@ -128,6 +128,7 @@ def _piece_compiler(
         artefact_cache(config, warn_once),
         plan.specialisations,
         config.compile_sizes_config,
+        pass_uuids=[result.uuid for result in plan.passes],
     )
 
 

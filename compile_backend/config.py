@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from compile_backend.errors import ConfigError, shown
+from compile_backend.own_passes import check_entry
 from compile_backend.support import AttentionCGSupport
 
 if TYPE_CHECKING:
@@ -225,6 +226,13 @@ def _detached(value: Any) -> Any:
     return value
 
 
+def _own_passes(option: str, value: Any) -> Mapping[str, Any]:
+    entries = _mapping(option, value)
+    for name, entry in entries.items():
+        check_entry(name, entry)
+    return entries
+
+
 def _levels(option: str, value: Any) -> Mapping[str, AttentionCGSupport]:
     levels = {name: AttentionCGSupport.parse(v) for name, v in _mapping(option, value).items()}
     return MappingProxyType(levels)
@@ -317,7 +325,7 @@ _CHECKS: Mapping[str, _Check] = {
     "compile_sizes_config": _mapping,
     "compile_ranges_endpoints": _sizes,
     "pass_config": _pass_config,
-    "inductor_passes": _mapping,
+    "inductor_passes": _own_passes,
     "cache_dir": _optional(_directory),
     "debug": _one_of("off", "addresses", "verify"),
 }
@@ -417,17 +425,31 @@ class CompilationConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Unavailable:
-    """An option that is checked but not built yet."""
+    """An option, or a flag of `pass_config`, that is checked but not built yet."""
 
     option: str
-    is_asked: Callable[[Any], bool]
+    is_asked: Callable[[CompilationConfig], bool]
     fix: str
 
 
 _UNAVAILABLE = (
-    _Unavailable("use_inductor_graph_partition", bool, "leave it out: splitting_ops splits"),
-    _Unavailable("pass_config", lambda passes: passes != PassConfig(), "leave it out"),
-    _Unavailable("inductor_passes", bool, "leave it out"),
+    _Unavailable(
+        "use_inductor_graph_partition",
+        lambda config: config.use_inductor_graph_partition,
+        "leave it out: splitting_ops splits",
+    ),
+    _Unavailable("enable_fusion", lambda config: config.pass_config.enable_fusion, "leave it out"),
+    _Unavailable(
+        "enable_attn_fusion", lambda config: config.pass_config.enable_attn_fusion, "leave it out"
+    ),
+    _Unavailable(
+        "enable_sequence_parallelism",
+        lambda config: config.pass_config.enable_sequence_parallelism,
+        "leave it out",
+    ),
+    _Unavailable(
+        "enable_async_tp", lambda config: config.pass_config.enable_async_tp, "leave it out"
+    ),
 )
 
 
@@ -437,7 +459,7 @@ def unavailable(config: CompilationConfig) -> list[ConfigError]:
     Such options are not ignored in silence, nor refused where they are only written down.
     """
     return [
-        ConfigError(row.option, value, "is not available in this release", row.fix)
+        ConfigError(row.option, True, "is not available in this release", row.fix)
         for row in _UNAVAILABLE
-        if row.is_asked(value := getattr(config, row.option))
+        if row.is_asked(config)
     ]

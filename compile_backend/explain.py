@@ -155,6 +155,7 @@ def _explained(plan: GraphPlan, parameter_names: Sequence[str]) -> GraphExplanat
         call_mode=plan.first_mode,
         has_free_sizes=plan.has_free_sizes,
         num_graphs=plan.num_graphs,
+        passes={result.name: result.changed for result in plan.passes},
     )
 
 

@@ -91,6 +91,7 @@ class GraphExplanation:
         call_mode: what the explained call would run at.
         has_free_sizes: whether one compiled graph serves calls of several sizes.
         num_graphs: CUDA graphs that this compiled graph holds once every key was met.
+        passes: how many places each rewrite of the graph changed, in the order they ran.
     """
 
     pieces: tuple[DistinctPiece, ...]
@@ -108,6 +109,7 @@ class GraphExplanation:
     call_mode: CUDAGraphMode
     has_free_sizes: bool
     num_graphs: int
+    passes: Mapping[str, int]
 
     @property
     def num_pieces(self) -> int:
@@ -186,6 +188,7 @@ def _tables(graph: GraphExplanation, number: int) -> list[RenderableType]:
         "mode resolved": graph.mode_resolved.name,
         "reasons": (*map(str, graph.downgrades), *graph.notes),
         "device": graph.device,
+        "passes": [f"{name}: {changed}" for name, changed in graph.passes.items()],
         "pieces": f"{graph.num_pieces}, {len(graph.pieces)} of them distinct",
         "compiles": graph.num_compiles,
         "eager sections": graph.num_eager_sections,

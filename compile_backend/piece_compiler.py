@@ -87,6 +87,8 @@ class PieceCompiler:
         cache: where artefacts are kept for other processes; None for nowhere.
         specialisations: the ranges.
         sizes_config: Inductor settings for listed sizes, on top of the others.
+        pass_uuids: what tells the rewrites that the graph went through from others; None for a
+            rewrite that nothing tells, after which no piece is kept.
     """
 
     def __init__(
@@ -96,9 +98,12 @@ class PieceCompiler:
         cache: ArtefactCache | None = None,
         specialisations: Specialisations | None = None,
         sizes_config: Mapping[str, Any] | None = None,
+        *,
+        pass_uuids: Sequence[str | None] = (),
     ) -> None:
         self._kind = kind
         self._cache = cache
+        self._pass_uuids = tuple(pass_uuids)
         self._specialisations = specialisations or Specialisations()
         self._configs = {False: inductor_config, True: {**inductor_config, **(sizes_config or {})}}
         self._settings: dict[bool, tuple[str, ...]] = {}
@@ -192,7 +197,12 @@ class PieceCompiler:
         try:
             if source.is_listed not in self._settings:
                 self._settings[source.is_listed] = compile_settings(source.inductor_config)
-            settings = (*_own_sources(), *self._settings[source.is_listed], source.sizes)
+            settings = (
+                *_own_sources(),
+                *self._settings[source.is_listed],
+                source.sizes,
+                *_checked(self._pass_uuids),
+            )
             key = stored_key(source.section.module, settings)
         except NotStorableError as reason:
             self._tell_unstorable(source, reason)
@@ -274,6 +284,13 @@ class _Source:
             mode = fake_mode_of(self.section.module)
             return _inputs_of(self.section), mode, self.inductor_config
         return self.inputs.values, self.inputs.fake_mode, self.inductor_config
+
+
+def _checked(pass_uuids: Sequence[str | None]) -> Iterator[str]:
+    for uuid in pass_uuids:
+        if uuid is None:
+            raise NotStorableError("went through a pass of inductor_passes that has no uuid()")
+        yield uuid
 
 
 def _inputs_of(section: Section) -> list[Any]:

@@ -1,22 +1,59 @@
-"""The passes that run on a Dynamo graph before it is split. The only module that imports them."""
+"""The passes that run on a Dynamo graph before it is split. The only module that imports them.
+
+Those that the user asks for see Dynamo's graph; those that make it fit to be cut run behind them.
+"""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from compile_backend.errors import ConfigError, number_of
+from compile_backend.own_passes import OPTION, OwnPass, own_passes
 from passes.additive_mask import AdditiveMaskPass
+from passes.building import fill_value
 from passes.constant_tensors import ConstantTensorsPass
 from passes.decompose_sizes import DecomposeSizesPass
+from passes.noop import NoopPass
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from typing import Any
+
     import torch.fx
 
+    from compile_backend.config import PassConfig
     from passes.base import GraphPass
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """What one pass did to one graph.
+
+    Attributes:
+        name: the pass's.
+        asked_by: the option or flag that asked for it; None for those that always run.
+        changed: places changed.
+        uuid: tells this version of the rewrite from others; None where nothing does.
+    """
+
+    name: str
+    asked_by: str | None
+    changed: int
+    uuid: str | None
 
 
 def passes_before_split() -> tuple[GraphPass, ...]:
-    """In the order they run."""
+    """Those that make a graph fit to be cut, in the order they run."""
     return (DecomposeSizesPass(), ConstantTensorsPass(), AdditiveMaskPass())
+
+
+def passes_of_flags() -> dict[str, tuple[GraphPass, ...]]:
+    """Those that each flag of `pass_config` asks for, in the order they run."""
+    return {"enable_noop": (NoopPass(),)}
 
 
 def prepare_for_split(graph_module: torch.fx.GraphModule) -> None:
@@ -25,3 +62,80 @@ def prepare_for_split(graph_module: torch.fx.GraphModule) -> None:
         graph_pass(graph_module.graph)
     graph_module.graph.lint()
     graph_module.recompile()
+
+
+def run_passes(
+    graph_module: torch.fx.GraphModule, pass_config: PassConfig, own: Mapping[str, Any]
+) -> tuple[PassResult, ...]:
+    """Rewrite a Dynamo graph in place: as asked, and so that it can be cut.
+
+    Args:
+        graph_module: what Dynamo made.
+        pass_config: which passes to run.
+        own: those of the user, behind these.
+
+    Raises:
+        ConfigError: a pass of the user's is none, or fails.
+    """
+    graph = graph_module.graph
+    of_flags = passes_of_flags()
+    always = passes_before_split()
+    results = [
+        _run(graph_pass, graph, asked_by=flag)
+        for flag, passes in of_flags.items()
+        if getattr(pass_config, flag)
+        for graph_pass in passes
+    ]
+    known = (*always, *(graph_pass for passes in of_flags.values() for graph_pass in passes))
+    for own_pass in own_passes(own, frozenset(graph_pass.name for graph_pass in known)):
+        before = frozenset(graph.nodes)
+        results.append(_run(own_pass, graph, asked_by=OPTION))
+        _fill_values(graph, own_pass, before)
+    results += [_run(graph_pass, graph, asked_by=None) for graph_pass in always]
+    graph.lint()
+    graph_module.recompile()
+    return tuple(results)
+
+
+def idle_passes(results: Iterable[PassResult]) -> list[str]:
+    """What the user asked for that changed nothing, as notes."""
+    changed: dict[str, int] = {}
+    for result in results:
+        if result.asked_by is not None:
+            asked = f"{OPTION}: {result.name}" if result.asked_by == OPTION else result.asked_by
+            changed[asked] = changed.get(asked, 0) + result.changed
+    return [
+        f"{asked} was asked for and changed nothing in this graph"
+        for asked, count in changed.items()
+        if not count
+    ]
+
+
+def _run(
+    graph_pass: GraphPass | OwnPass, graph: torch.fx.Graph, *, asked_by: str | None
+) -> PassResult:
+    is_told = logger.isEnabledFor(logging.DEBUG)
+    before = str(graph) if is_told else ""
+    changed = graph_pass(graph)
+    if is_told and changed:
+        places = number_of("place", changed)
+        logger.debug("%s: %s\nbefore: %s\nafter: %s", graph_pass.name, places, before, graph)
+    return PassResult(graph_pass.name, asked_by, changed, graph_pass.uuid())
+
+
+def _fill_values(
+    graph: torch.fx.Graph, own_pass: OwnPass, before: frozenset[torch.fx.Node]
+) -> None:
+    """Give the nodes that a user's pass made the values that splitting goes by."""
+    for node in graph.nodes:
+        if node in before or "example_value" in node.meta:
+            continue
+        if node.op not in ("call_function", "call_method"):
+            continue
+        try:
+            fill_value(node)
+        except Exception as error:
+            problem = f"made {node.name}, which cannot be called: {type(error).__name__}: {error}"
+            fix = 'repair it, or give its nodes meta["example_value"]'
+            value = {own_pass.name: own_pass.function}
+            raise ConfigError(OPTION, value, problem, fix) from error

@@ -18,7 +18,7 @@ from compile_backend.dispatch import CudagraphDispatcher
 from compile_backend.errors import number_of
 from compile_backend.inputs import GraphInput, InputClass, classify_inputs
 from compile_backend.op_names import SplittingOps, normal_name, op_name
-from compile_backend.pipeline import prepare_for_split
+from compile_backend.pipeline import PassResult, idle_passes, run_passes
 from compile_backend.plain_calls import BatchReader
 from compile_backend.resolve import Resolution, default_mode, resolve_cudagraph_mode
 from compile_backend.split import Section, SplitGraph, is_trivial, split_graph
@@ -65,6 +65,7 @@ class GraphPlan:
         reader: describes plain calls.
         first_call: the batch of the call that this graph was made for.
         specialisations: the numbers of tokens that pieces are compiled for by themselves.
+        passes: what each rewrite of the graph did, in the order they ran.
     """
 
     split: SplitGraph
@@ -82,6 +83,7 @@ class GraphPlan:
     reader: BatchReader
     first_call: BatchDescriptor
     specialisations: Specialisations
+    passes: tuple[PassResult, ...]
 
     @property
     def mode(self) -> CUDAGraphMode:
@@ -127,11 +129,12 @@ def plan_graph(
         config: what the user asked for.
 
     Raises:
-        ConfigError: the mode is not supported and `strict` is set, or a capture size cannot be.
+        ConfigError: the mode is not supported and `strict` is set, a capture size cannot be, or a
+            pass of the user's fails.
     """
     names = config.splitting_ops if config.splitting_ops is not None else default_splitting_ops()
     fix_numbers_of_modules(graph_module.graph)
-    prepare_for_split(graph_module)
+    passes = run_passes(graph_module, config.pass_config, config.inductor_passes)
     needs_grad = _needs_grad(graph_module.graph, example_inputs)
     splitting_ops = SplittingOps(names)
     split = split_graph(graph_module, splitting_ops, keep_grad_mode=needs_grad)
@@ -187,7 +190,7 @@ def plan_graph(
     specialisations, more_notes = plan_specialisations(
         config, dispatcher, resolution.mode, reader, values, first_call, needs_grad=needs_grad
     )
-    notes += more_notes
+    notes += [*more_notes, *idle_passes(passes)]
     return GraphPlan(
         split=split,
         inputs=inputs,
@@ -204,6 +207,7 @@ def plan_graph(
         reader=reader,
         first_call=first_call,
         specialisations=specialisations,
+        passes=passes,
     )
 
 

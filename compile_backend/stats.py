@@ -82,6 +82,7 @@ class Report:
         loads: likewise, read from the cache instead of compiled.
         load_s: seconds that took.
         unstorable: compiled pieces that the cache cannot hold.
+        passes: places that each rewrite changed, over all graphs.
     """
 
     graphs: int
@@ -97,6 +98,7 @@ class Report:
     loads: int = 0
     load_s: float = 0.0
     unstorable: int = 0
+    passes: dict[str, int] = field(default_factory=dict)
 
     def total(self, counted: str, mode: CUDAGraphMode | str | None = None) -> int:
         """One count of `KeyStats`, over all keys and, without a mode, all modes.

@@ -175,6 +175,9 @@ FLAGS = [field.name for field in dataclasses.fields(CompilationConfig) if field.
         ("describe_batch", lambda a, b: 0, "cannot be called with one", "take one argument"),
         ("inductor_compile_config", {1: 2}, "must map names", "use {'name': value}"),
         ("inductor_passes", [], "must map names", "use {'name': value}"),
+        ("inductor_passes", {"mine": 1}, "cannot be called", "use a function of a graph"),
+        ("inductor_passes", {"mine": int}, "is a class", "use int(...)"),
+        ("inductor_passes", {"mine": "a.b"}, "names no function", 'write "package.module'),
         ("compile_sizes", (8, 4), "must ascend", "use (4, 8)"),
         ("compile_sizes", "all", "must be a list of sizes", "('cudagraph_capture_sizes',)"),
         ("compile_sizes", ("all",), "holds a name of no sizes", "'cudagraph_capture_sizes'"),
@@ -297,18 +300,30 @@ def test_query_length_of_uniform_decode_is_one_plus_the_guesses(guesses):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
+    ("options", "refused"),
     [
-        ("use_inductor_graph_partition", True),
-        *(("pass_config", {flag.name: True}) for flag in dataclasses.fields(PassConfig)),
-        ("inductor_passes", {"post_grad_custom_post_pass": print}),
+        ({"use_inductor_graph_partition": True}, "use_inductor_graph_partition"),
+        *(
+            ({"pass_config": {flag: True}}, flag)
+            for flag in (
+                "enable_fusion",
+                "enable_attn_fusion",
+                "enable_sequence_parallelism",
+                "enable_async_tp",
+            )
+        ),
     ],
 )
-def test_options_of_later_releases_are_not_ignored_in_silence(option, value):
-    errors = unavailable(config(**{option: value}))
-    assert [error.option for error in errors] == [option]
+def test_options_of_later_releases_are_not_ignored_in_silence(options, refused):
+    errors = unavailable(config(**options))
+    assert [error.option for error in errors] == [refused]
     assert "is not available in this release" in str(errors[0])
 
 
 def test_defaults_ask_for_nothing_unavailable():
     assert unavailable(CompilationConfig()) == []
+
+
+def test_passes_that_are_built_are_available():
+    flags = {"enable_noop": True}
+    assert unavailable(config(pass_config=flags, inductor_passes={"mine": print})) == []

@@ -171,7 +171,7 @@ _steps = st.lists(
 
 
 def program(steps, returned):
-    """A graph of one input `[2, 6]`: each step takes an earlier value, impossible ones are none."""
+    """A graph of one input `[2, 6]`: each step takes an earlier value, or is left out."""
     graph = torch.fx.Graph()
     mode = FakeTensorMode()
     given_value = graph.placeholder("x")
