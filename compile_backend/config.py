@@ -438,7 +438,6 @@ _UNAVAILABLE = (
         lambda config: config.use_inductor_graph_partition,
         "leave it out: splitting_ops splits",
     ),
-    _Unavailable("enable_fusion", lambda config: config.pass_config.enable_fusion, "leave it out"),
     _Unavailable(
         "enable_attn_fusion", lambda config: config.pass_config.enable_attn_fusion, "leave it out"
     ),

@@ -16,6 +16,8 @@ from passes.building import fill_value
 from passes.constant_tensors import ConstantTensorsPass
 from passes.decompose_sizes import DecomposeSizesPass
 from passes.noop import NoopPass
+from passes.rms_norm_fp8 import RMSNormFp8Pass
+from passes.silu_mul_fp8 import SiluMulFp8Pass
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -53,7 +55,10 @@ def passes_before_split() -> tuple[GraphPass, ...]:
 
 def passes_of_flags() -> dict[str, tuple[GraphPass, ...]]:
     """Those that each flag of `pass_config` asks for, in the order they run."""
-    return {"enable_noop": (NoopPass(),)}
+    return {
+        "enable_noop": (NoopPass(),),
+        "enable_fusion": (RMSNormFp8Pass(), SiluMulFp8Pass()),
+    }
 
 
 def prepare_for_split(graph_module: torch.fx.GraphModule) -> None:

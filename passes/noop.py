@@ -26,6 +26,7 @@ import torch
 import torch.fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from passes.matching import called
 from passes.reading import Memory, memory_of
 
 # Calls that may hand on the memory they are given. Whether one does is read off its value.
@@ -77,7 +78,7 @@ class NoopPass:
 
 def _handed_on(node: torch.fx.Node) -> torch.fx.Node | None:
     """The tensor whose very memory a call hands on; None where it hands on none."""
-    name = _called(node)
+    name = called(node)
     is_idle = _takes_slices(node.args[1]) if name == "getitem" else name in _ALIASING
     source = node.args[0] if is_idle and node.args else None
     if not isinstance(source, torch.fx.Node) or memory_of(node) != memory_of(source):
@@ -90,7 +91,7 @@ def _handed_on(node: torch.fx.Node) -> torch.fx.Node | None:
 
 def _copied(node: torch.fx.Node) -> torch.fx.Node | None:
     """The tensor whose numbers a call gives, in fresh memory or not; None for other numbers."""
-    name = _called(node)
+    name = called(node)
     is_idle = name in ("clone", "to") or (name == "dropout" and not _is_training(node))
     if is_idle and node.args and isinstance(node.args[0], torch.fx.Node):
         return node.args[0]
@@ -128,18 +129,6 @@ def _is_idle(node: torch.fx.Node, source: torch.fx.Node, memory: Memory) -> bool
 def _leave_out(node: torch.fx.Node, source: torch.fx.Node) -> None:
     node.replace_all_uses_with(source)
     node.graph.erase_node(node)
-
-
-def _called(node: torch.fx.Node) -> str | None:
-    """The plain name of a method or function of torch's; None for all else."""
-    target: Any = node.target
-    if node.op == "call_method":
-        return str(target)
-    if node.op != "call_function" or hasattr(target, "_qualified_op_name"):
-        return None
-    module = str(getattr(target, "__module__", None))
-    is_plain = module in ("torch", "_operator", "torch.nn.functional", "torch._C._nn")
-    return str(target.__name__) if is_plain else None
 
 
 def _takes_slices(index: Any) -> bool:

@@ -306,7 +306,6 @@ def test_query_length_of_uniform_decode_is_one_plus_the_guesses(guesses):
         *(
             ({"pass_config": {flag: True}}, flag)
             for flag in (
-                "enable_fusion",
                 "enable_attn_fusion",
                 "enable_sequence_parallelism",
                 "enable_async_tp",

@@ -1,0 +1,293 @@
+"""Triton kernels of the ops that give 8-bit floats: one program for each row.
+
+They round where the eager references do. Sums of squares have another order, and `rsqrt` and
+`exp` are those of Triton; all else is the same, bit for bit. A row is held whole, so one launch
+does all, but for one scale of a whole tensor: that needs every row before the first is quantised.
+This file refuses to know graphs and ops; where a value is kept is its caller's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_ROW = 65536
+"""Elements of a row that one program can hold."""
+
+_SCALES_AT_ONCE = 3
+"""Static scales of one launch: those of queries, keys and values."""
+
+
+def norm_rows(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    summed: torch.Tensor | None,
+    made: torch.Tensor | None,
+    largest: torch.Tensor | None,
+    scales: Sequence[torch.Tensor],
+    quantised: Sequence[torch.Tensor],
+    scale: torch.Tensor | None,
+    least: float,
+    *,
+    multiplies: bool,
+) -> None:
+    """Norm rows, and quantise them by static scales, by a scale of each row, or not yet.
+
+    Args:
+        x: `[rows, hidden]`, the elements of a row side by side.
+        residual: likewise, added first.
+        weight: `[hidden]`.
+        eps: added to the mean of squares.
+        summed: `[rows, hidden]` for the sum, where there is a residual.
+        made: `[rows, hidden]` for the norm itself.
+        largest: one float32, not below 0, that becomes the largest magnitude of all rows.
+        scales: static ones, of one float32 each.
+        quantised: `[rows, hidden]` for each static scale, or one for the dynamic ones.
+        scale: `[rows]` float32 for the scale of each row.
+        least: the smallest scale of a row.
+        multiplies: by the scale, or by the reciprocal of a dynamic one.
+    """
+    for first in range(0, max(1, len(scales)), _SCALES_AT_ONCE):
+        some = scales[first : first + _SCALES_AT_ONCE]
+        if first:  # the sum is there by now
+            x, residual, summed = x if summed is None else summed, None, None
+        _launch(
+            (x, residual, weight, summed),
+            True,
+            eps,
+            (made, largest, scale),
+            some,
+            quantised[first : first + max(1, len(some))],
+            least,
+            multiplies=multiplies,
+        )
+
+
+def silu_mul_rows(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    made: torch.Tensor | None,
+    largest: torch.Tensor | None,
+    scales: Sequence[torch.Tensor],
+    quantised: Sequence[torch.Tensor],
+    scale: torch.Tensor | None,
+    least: float,
+    *,
+    multiplies: bool,
+) -> None:
+    """`silu(gate) * up` of rows, quantised likewise; arguments as for `norm_rows`."""
+    for first in range(0, max(1, len(scales)), _SCALES_AT_ONCE):
+        some = scales[first : first + _SCALES_AT_ONCE]
+        _launch(
+            (gate, up, None, None),
+            False,
+            0.0,
+            (made, largest, scale),
+            some,
+            quantised[first : first + max(1, len(some))],
+            least,
+            multiplies=multiplies,
+        )
+
+
+def _launch(
+    given: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    is_norm: bool,  # noqa: FBT001
+    eps: float,
+    made: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    scales: Sequence[torch.Tensor],
+    quantised: Sequence[torch.Tensor],
+    least: float,
+    *,
+    multiplies: bool,
+) -> None:
+    x, other, weight, summed = given
+    num_rows, size = x.shape
+    if not num_rows:
+        return
+    block = triton.next_power_of_2(size)
+    spare = [x] * _SCALES_AT_ONCE  # pointers that are never followed
+    _rows_kernel[(num_rows,)](
+        x,
+        x if other is None else other,
+        x if weight is None else weight,
+        x if summed is None else summed,
+        *(x if each is None else each for each in made),
+        *[*scales, *spare][:_SCALES_AT_ONCE],
+        *[*quantised, *spare][:_SCALES_AT_ONCE],
+        x.stride(0),
+        x.stride(0) if other is None else other.stride(0),
+        eps,
+        least,
+        SIZE=size,
+        BLOCK=block,
+        IS_NORM=is_norm,
+        HAS_OTHER=other is not None,
+        KEEPS=made[0] is not None,
+        PER_TOKEN=made[2] is not None,
+        NUM_SCALES=len(scales),
+        MULTIPLIES=multiplies,
+        FP8_MAX=torch.finfo(torch.float8_e4m3fn).max,
+        num_warps=min(16, max(4, block // 512)),
+    )
+
+
+def quantise_by_largest(
+    made: torch.Tensor,
+    largest: torch.Tensor,
+    quantised: torch.Tensor,
+    scale: torch.Tensor,
+    least: float,
+    *,
+    multiplies: bool,
+) -> None:
+    """Quantise rows by one scale, which follows from the largest magnitude, and tell the scale.
+
+    Args:
+        made: `[rows, size]`, contiguous.
+        largest: one float32.
+        quantised: `[rows, size]`, contiguous.
+        scale: one float32, written.
+        least: the smallest scale.
+        multiplies: by the reciprocal of the scale.
+    """
+    count, block = made.numel(), 4096
+    _quantise_kernel[(max(1, triton.cdiv(count, block)),)](
+        made,
+        largest,
+        quantised,
+        scale,
+        count,
+        least,
+        BLOCK=block,
+        MULTIPLIES=multiplies,
+        FP8_MAX=torch.finfo(torch.float8_e4m3fn).max,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _cut(values, FP8_MAX: tl.constexpr):
+    """Values within the range of 8-bit floats; what is no number stays none."""
+    low = tl.full(values.shape, -FP8_MAX, tl.float32)
+    high = tl.full(values.shape, FP8_MAX, tl.float32)
+    raised = tl.where(values < low, low, values)
+    return tl.where(raised > high, high, raised)
+
+
+@triton.jit
+def _scaled(values, scale, MULTIPLIES: tl.constexpr, FP8_MAX: tl.constexpr):
+    if MULTIPLIES:
+        scaled = values * scale
+    else:
+        scaled = tl.math.div_rn(values, tl.zeros_like(values) + scale)
+    return _cut(scaled, FP8_MAX)
+
+
+@triton.jit
+def _scale_of(largest, least, FP8_MAX: tl.constexpr):
+    scale = tl.math.div_rn(largest, tl.zeros_like(largest) + FP8_MAX)
+    return tl.where(scale < least, least, scale)
+
+
+@triton.jit
+def _rows_kernel(
+    x,
+    other,
+    weight,
+    summed,
+    made,
+    largest,
+    scale,
+    scale_0,
+    scale_1,
+    scale_2,
+    quantised_0,
+    quantised_1,
+    quantised_2,
+    x_stride,
+    other_stride,
+    eps,
+    least,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_NORM: tl.constexpr,
+    HAS_OTHER: tl.constexpr,
+    KEEPS: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_there = columns < SIZE
+    here = row * SIZE + columns
+    loaded = tl.load(x + row * x_stride + columns, mask=is_there, other=0.0)
+    kind = loaded.dtype
+    values = loaded.to(tl.float32)
+    if IS_NORM:
+        if HAS_OTHER:
+            second = tl.load(other + row * other_stride + columns, mask=is_there, other=0.0)
+            total = (values + second.to(tl.float32)).to(kind)
+            tl.store(summed + here, total, mask=is_there)
+            values = total.to(tl.float32)
+        mean = tl.sum(values * values) / SIZE
+        values = (values * tl.rsqrt(mean + eps)).to(kind).to(tl.float32)
+        weights = tl.load(weight + columns, mask=is_there, other=0.0).to(tl.float32)
+        values = (weights * values).to(kind).to(tl.float32)
+    else:
+        second = tl.load(other + row * other_stride + columns, mask=is_there, other=0.0)
+        activated = tl.math.div_rn(values, 1.0 + tl.exp(-values)).to(kind).to(tl.float32)
+        values = (activated * second.to(tl.float32)).to(kind).to(tl.float32)
+    if KEEPS:
+        tl.store(made + here, values.to(kind), mask=is_there)
+        tl.atomic_max(largest, tl.max(tl.abs(values)))
+    elif PER_TOKEN:
+        of_row = _scale_of(tl.max(tl.abs(values), keep_dims=True), least, FP8_MAX)
+        tl.store(scale + row + tl.arange(0, 1), of_row)
+        factor = tl.math.div_rn(tl.full((1,), 1.0, tl.float32), of_row) if MULTIPLIES else of_row
+        result = _scaled(values, factor, MULTIPLIES, FP8_MAX)
+        tl.store(quantised_0 + here, result.to(quantised_0.dtype.element_ty), mask=is_there)
+    else:
+        result = _scaled(values, tl.load(scale_0), MULTIPLIES, FP8_MAX)
+        tl.store(quantised_0 + here, result.to(quantised_0.dtype.element_ty), mask=is_there)
+        if NUM_SCALES > 1:
+            result = _scaled(values, tl.load(scale_1), MULTIPLIES, FP8_MAX)
+            tl.store(quantised_1 + here, result.to(quantised_1.dtype.element_ty), mask=is_there)
+        if NUM_SCALES > 2:
+            result = _scaled(values, tl.load(scale_2), MULTIPLIES, FP8_MAX)
+            tl.store(quantised_2 + here, result.to(quantised_2.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _quantise_kernel(
+    made,
+    largest,
+    quantised,
+    scale,
+    count,
+    least,
+    BLOCK: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    here = program * BLOCK + tl.arange(0, BLOCK)
+    one = tl.arange(0, 1)
+    factor = _scale_of(tl.load(largest + one), least, FP8_MAX)
+    if program == 0:
+        tl.store(scale + one, factor)
+    if MULTIPLIES:
+        factor = tl.math.div_rn(tl.full((1,), 1.0, tl.float32), factor)
+    values = tl.load(made + here, mask=here < count, other=0.0).to(tl.float32)
+    result = _scaled(values, factor, MULTIPLIES, FP8_MAX)
+    tl.store(quantised + here, result.to(quantised.dtype.element_ty), mask=here < count)
