@@ -1,0 +1,156 @@
+"""The Triton kernels of the 8-bit ops against their references, in Triton's interpreter.
+
+The interpreter rounds neither to bfloat16 nor to 8 bits as a GPU does. So kernels run on float32
+and float16 here, and what they would round to 8 bits is kept as float32 and rounded by torch.
+Sums of squares of `n` numbers in another order differ by at most `n` roundings, `rsqrt` and `exp`
+by a few more; what is rounded to 16 bits then may be one step off, and so may a product with it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from passes import ops_fp8, ops_fp8_cuda
+
+FP8 = ops_fp8.FP8
+SIZES = (64, 96, 7, 1)
+
+
+def given(dtype: torch.dtype, *shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(*shape, generator=generator) for _ in range(2))
+    weight = 1 + 0.3 * torch.randn(shape[-1], generator=generator)
+    return (3 * x).to(dtype), y.to(dtype), weight.to(dtype)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    found = torch.device(request.param)
+    if found.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no 8-bit floats of this kind")
+    return found
+
+
+def check(
+    actual: list[torch.Tensor], expected: list[torch.Tensor], dtype: torch.dtype, size: int
+) -> None:
+    """Compare lists of sums, 8-bit floats and scales.
+
+    A value is off by `size + 8` roundings of float32 and, of 16 bits, one rounding more. Scaled,
+    it lies within that of the reference, and so rounds to the same 8-bit float or to one next to
+    it: 3 bits of mantissa make these an eighth apart, and below 2**-6 they are 2**-9 apart.
+    """
+    wide = (size + 8) * torch.finfo(torch.float32).eps
+    off = wide if dtype is torch.float32 else wide + 2 * torch.finfo(dtype).eps
+    for one, other in zip(actual, expected, strict=True):
+        assert one.shape == other.shape
+        if other.dtype is FP8:
+            torch.testing.assert_close(
+                one.to(FP8).float(), other.float(), rtol=0.125 + off, atol=2**-9
+            )
+            # Few numbers lie that near the middle between two 8-bit floats.
+            assert (one.to(FP8).float() != other.float()).float().mean() <= 0.1
+        else:
+            assert one.dtype is other.dtype
+            torch.testing.assert_close(one, other, rtol=off, atol=0)
+
+
+DTYPES = (torch.float32, torch.float16)
+
+
+def kept_as(device: torch.device) -> dict[str, torch.dtype]:
+    return {} if device.type == "cuda" else {"dtype": torch.float32}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("multiplies", [False, True])
+@pytest.mark.parametrize("num_scales", [1, 2, 3, 5])
+def test_norms_by_static_scales(
+    device: torch.device,
+    size: int,
+    dtype: torch.dtype,
+    has_residual: bool,
+    multiplies: bool,
+    num_scales: int,
+) -> None:
+    x, y, weight = (tensor.to(device) for tensor in given(dtype, 2, 3, size))
+    scales = [torch.tensor(0.01 * (n + 1), device=device) for n in range(num_scales)]
+    args = (x, y if has_residual else None, weight, scales, 1e-6, multiplies)
+    actual = ops_fp8_cuda.rms_norm_static_fp8(*args, **kept_as(device))
+    check(actual, ops_fp8.rms_norm_static_fp8(*args), dtype, size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("multiplies", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_norms_by_dynamic_scales(
+    device: torch.device,
+    size: int,
+    dtype: torch.dtype,
+    has_residual: bool,
+    multiplies: bool,
+    per_token: bool,
+) -> None:
+    x, y, weight = (tensor.to(device) for tensor in given(dtype, 2, 3, size))
+    x[0, 0], y[0, 0] = 0, 0  # the least scale
+    args = (x, y if has_residual else None, weight, 1e-6, 1e-4, per_token, multiplies)
+    actual = ops_fp8_cuda.rms_norm_dynamic_fp8(*args, **kept_as(device))
+    check(actual, ops_fp8.rms_norm_dynamic_fp8(*args), dtype, size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("multiplies", [False, True])
+@pytest.mark.parametrize("kind", ["static", "per_token", "per_tensor"])
+def test_gates(device: torch.device, dtype: torch.dtype, multiplies: bool, kind: str) -> None:
+    """With gate and up as the halves of one product, which lie in rows of twice the size."""
+    halves, _, _ = given(dtype, 2, 3, 192)
+    gate, up = halves.to(device).chunk(2, dim=-1)
+    if kind == "static":
+        scales = [torch.tensor(0.01 * (n + 1), device=device) for n in range(4)]
+        static = (gate, up, scales, multiplies)
+        actual = ops_fp8_cuda.silu_mul_static_fp8(*static, **kept_as(device))
+        expected = ops_fp8.silu_mul_static_fp8(*static)
+    else:
+        dynamic = (gate, up, 1e-12, kind == "per_token", multiplies)
+        actual = ops_fp8_cuda.silu_mul_dynamic_fp8(*dynamic, **kept_as(device))
+        expected = ops_fp8.silu_mul_dynamic_fp8(*dynamic)
+    check(actual, expected, dtype, 8)
+
+
+def test_no_rows_at_all(device: torch.device) -> None:
+    x, y, weight = (tensor.to(device) for tensor in given(torch.float32, 0, 8))
+    summed, quantised, scale = ops_fp8_cuda.rms_norm_dynamic_fp8(
+        x, y, weight, 1e-6, 1e-12, True, False, **kept_as(device)
+    )
+    assert summed.shape == quantised.shape == (0, 8)
+    assert scale.shape == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (torch.ones(2, 8, dtype=torch.float64), torch.ones(8, dtype=torch.float64)),
+        (torch.ones(2, 8, dtype=torch.float16), torch.ones(8)),
+        (torch.ones(2, 0), torch.ones(0)),
+        (torch.ones(()), torch.ones(())),
+    ],
+)
+def test_what_the_kernels_do_not_take(x: torch.Tensor, weight: torch.Tensor) -> None:
+    assert not ops_fp8_cuda.can_run(x, weight)
+
+
+def test_the_reference_runs_where_the_kernels_cannot() -> None:
+    x = torch.randn(2, 8, dtype=torch.float64)
+    weight = torch.ones(8, dtype=torch.float64)
+    args = (x, None, weight, [torch.tensor(0.1)], 1e-6, False)
+    (actual,), (expected,) = (
+        module.rms_norm_static_fp8(*args) for module in (ops_fp8_cuda, ops_fp8)
+    )
+    assert torch.equal(actual.float(), expected.float())
