@@ -18,7 +18,10 @@ NUM_LAYERS = 2
 
 
 class Fp8Linear(torch.nn.Module):
-    """A linear layer that quantises what it is given: statically, per token or per tensor."""
+    """A linear layer that quantises what it is given: statically, per token or per tensor.
+
+    Its constants are written out: with `dynamic=True` Dynamo hands global floats over as inputs.
+    """
 
     def __init__(self, linear: torch.nn.Linear, kind: str) -> None:
         super().__init__()
@@ -36,10 +39,10 @@ class Fp8Linear(torch.nn.Module):
         if self.kind == "static":
             scale = self.input_scale
         elif self.kind == "token":
-            scale = (rows.abs().amax(-1, keepdim=True).float() / FP8_MAX).clamp(min=1e-12)
+            scale = (rows.abs().amax(-1, keepdim=True).float() / 448).clamp(min=1e-12)
         else:
-            scale = (rows.abs().amax().float() / FP8_MAX).clamp(min=1e-12)
-        quantised = (rows.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+            scale = (rows.abs().amax().float() / 448).clamp(min=1e-12)
+        quantised = (rows.float() / scale).clamp(-448, 448).to(FP8)
         made = self.multiplied(quantised, scale)
         return made.view(*x.shape[:-1], made.shape[-1])
 
