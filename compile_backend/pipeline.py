@@ -15,6 +15,7 @@ from passes.additive_mask import AdditiveMaskPass
 from passes.building import fill_value
 from passes.constant_tensors import ConstantTensorsPass
 from passes.decompose_sizes import DecomposeSizesPass
+from passes.index_writes import IndexWritesPass
 from passes.noop import NoopPass
 from passes.rms_norm_fp8 import RMSNormFp8Pass
 from passes.silu_mul_fp8 import SiluMulFp8Pass
@@ -49,8 +50,13 @@ class PassResult:
 
 
 def passes_before_split() -> tuple[GraphPass, ...]:
-    """Those that make a graph fit to be cut, in the order they run."""
-    return (DecomposeSizesPass(), ConstantTensorsPass(), AdditiveMaskPass())
+    """Those that make a graph fit to be cut and captured, in the order they run."""
+    return (
+        DecomposeSizesPass(),
+        ConstantTensorsPass(),
+        AdditiveMaskPass(),
+        IndexWritesPass(),
+    )
 
 
 def passes_of_flags() -> dict[str, tuple[GraphPass, ...]]:

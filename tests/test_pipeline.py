@@ -66,7 +66,15 @@ def test_passes_run_in_a_fixed_order_whatever_the_order_asked_for() -> None:
     graph = toy.dynamo_graph(idle_layers, rows(4))
     results = run_passes(graph, PassConfig(enable_noop=True), {"b": doubled, "a": doubled})
     names = [result.name for result in results]
-    assert names == ["noop", "b", "a", "decompose_sizes", "constant_tensors", "additive_mask"]
+    assert names == [
+        "noop",
+        "b",
+        "a",
+        "decompose_sizes",
+        "constant_tensors",
+        "additive_mask",
+        "index_writes",
+    ]
     assert [result.asked_by for result in results[:3]] == [
         "enable_noop",
         "inductor_passes",
