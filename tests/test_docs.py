@@ -21,6 +21,7 @@ from compile_backend.config import (
     PassConfig,
     unavailable,
 )
+from compile_backend.pipeline import passes_before_split, passes_of_flags
 from compile_backend.resolve import RULES, resolve_cudagraph_mode
 from compile_backend.runner_batch import Batch
 from compile_backend.step_inputs import Dim
@@ -131,15 +132,21 @@ def test_docs_name_each_pass() -> None:
 def test_docs_say_what_is_not_available() -> None:
     asking: dict[str, Any] = {
         "use_inductor_graph_partition": True,
-        "pass_config": {"enable_noop": True},
-        "inductor_passes": {"mine": len},
+        "pass_config": {flag.name: True for flag in fields(PassConfig)},
     }
     refused = [error.option for error in unavailable(CompilationConfig.from_options(asking))]
     section = OPTIONS.partition("## Not available yet")[2]
-    assert [row[0] for row in _rows(section, "option")] == refused
+    named = [*_rows(section, "option"), *_rows(section, "flag of pass_config")]
+    assert [row[0] for row in named] == refused
     line = re.search(r"\*\*Not available yet\*\*.*?\n\n", README, re.DOTALL)
     assert line is not None
     assert re.findall(r"`(\w+)`", line[0]) == refused
+
+
+def test_how_it_works_has_a_row_for_each_pass() -> None:
+    asked = [(each.name, flag) for flag, passes in passes_of_flags().items() for each in passes]
+    always = [(each.name, "") for each in passes_before_split()]
+    assert [tuple(row[:2]) for row in _rows(HOW_IT_WORKS, "pass")] == [*asked, *always]
 
 
 def test_readme_has_a_row_for_each_public_name() -> None:
