@@ -193,7 +193,7 @@ def program(steps, returned):
                 args = (step[1], node) if step[2] else (node, step[1])
                 values.append(call_function(graph, step[0], args))
         except (RuntimeError, IndexError, ValueError):
-            graph.erase_node(next(reversed(graph.nodes)))
+            graph.erase_node(list(graph.nodes)[-1])
     graph.output(tuple(values[index % len(values)] for index in returned))
     return graph
 

@@ -169,7 +169,7 @@ def failing(graph: torch.fx.Graph) -> int:
 
 
 def breaking(graph: torch.fx.Graph) -> int:
-    last = next(reversed(graph.nodes)).prev
+    last = list(graph.nodes)[-1].prev
     last.append(next(node for node in graph.nodes if node.target is operator.add))
     return 1
 
