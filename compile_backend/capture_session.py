@@ -24,16 +24,23 @@ class CaptureKeys:
 
     def __init__(self) -> None:
         self._captures: dict[Hashable, tuple[Order, Callable[[], None]]] = {}
-        self._around: set[Callable[[], AbstractContextManager[None]]] = set()
+        self._around: set[Callable[..., AbstractContextManager[None]]] = set()
 
     def add(
         self,
         key: Hashable,
         order: Order,
         capture: Callable[[], None],
-        around: Callable[[], AbstractContextManager[None]],
+        around: Callable[..., AbstractContextManager[None]],
     ) -> None:
-        """Remember one key; the highest order is captured first."""
+        """Remember one key; the highest order is captured first.
+
+        Args:
+            key: what the capture is for.
+            order: of the key.
+            capture: captures it.
+            around: the session of the engine that will.
+        """
         self._captures.setdefault(key, (order, capture))
         self._around.add(around)
 
@@ -58,7 +65,7 @@ class CaptureKeys:
         ordered = sorted(self._captures.values(), key=lambda item: item[0], reverse=True)
         with contextlib.ExitStack() as stack:
             for around in self._around:
-                stack.enter_context(around())
+                stack.enter_context(around(thorough=True))
             for order, capture in ordered:
                 if capture_one is None:
                     capture()

@@ -79,8 +79,13 @@ class GraphEngine(Protocol):
     def keep_weakly(self, outputs: Any) -> Any:
         """`outputs` on the same memory, but without keeping that memory from later captures."""
 
-    def session(self) -> contextlib.AbstractContextManager[None]:
-        """Around a series of captures: one garbage collection before, none during."""
+    def session(self, *, thorough: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Around a series of captures: one garbage collection before, none during.
+
+        Args:
+            thorough: collect all garbage, which takes long where much was imported: for a series
+                that is nobody's step.
+        """
 
 
 class _Collector:
@@ -93,13 +98,15 @@ class _Collector:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._depth = 0
+        self._is_thorough = False
         self._restores: bool | None = None
 
     @contextlib.contextmanager
-    def series(self) -> Iterator[None]:
+    def series(self, *, thorough: bool) -> Iterator[None]:
         """Around a series of captures; the last to end switches the collector on again."""
         with self._lock:
             self._depth += 1
+            self._is_thorough |= thorough
         try:
             yield
         finally:
@@ -108,18 +115,19 @@ class _Collector:
                 if not self._depth:
                     if self._restores:
                         gc.enable()
-                    self._restores = None
+                    self._restores, self._is_thorough = None, False
 
     def hold_off(self) -> None:
         """Collect and switch the collector off, unless a series that still runs has done so."""
         with self._lock:
             assert self._depth, "captures happen within a series"
             if self._restores is None:
-                gc.collect()
+                gc.collect(_ALL if self._is_thorough else _YOUNG)
                 self._restores = gc.isenabled()
                 gc.disable()
 
 
+_YOUNG, _ALL = 1, 2  # generations of objects
 _COLLECTOR = _Collector()
 
 
@@ -140,11 +148,11 @@ class Sessions:
         self._depth = 0
 
     @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Around a series of captures."""
+    def __call__(self, *, thorough: bool = False) -> Iterator[None]:
+        """Around a series of captures; see `GraphEngine.session`."""
         self._depth += 1
         try:
-            with _COLLECTOR.series():
+            with _COLLECTOR.series(thorough=thorough):
                 yield
         finally:
             self._depth -= 1

@@ -51,9 +51,9 @@ def one_core() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module", autouse=True)
 def quick_captures() -> Iterator[None]:
-    """Each capture collects garbage, which takes long after transformers was imported."""
+    """Captures collect garbage, which takes long where it looks at all that was imported."""
     gc.collect()
     gc.freeze()
     yield

@@ -49,7 +49,7 @@ from compile_backend.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.usefixtures("one_core", "quick_captures")
+pytestmark = pytest.mark.usefixtures("one_core")
 
 PAGE = (Path(__file__).parent.parent / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 CPU = torch.device("cpu")

@@ -335,13 +335,14 @@ def test_weak_outputs_hold_the_same_values(engine):
 
 
 @pytest.fixture
-def collections(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    counted: list[None] = []
+def collections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The generation up to which each collection looked."""
+    counted: list[int] = []
     collect = gc.collect
 
-    def counting(*args: int) -> int:
-        counted.append(None)
-        return collect(*args)
+    def counting(generation: int = 2) -> int:
+        counted.append(generation)
+        return collect(generation)
 
     monkeypatch.setattr(gc, "collect", counting)
     return counted
@@ -360,6 +361,18 @@ def test_a_session_collects_once_and_holds_the_collector_off(engine, collections
         assert not gc.isenabled()
     assert gc.isenabled()
     assert len(collections) == 1
+
+
+def test_only_a_thorough_session_looks_at_old_objects(engine, collections):
+    x = ones(engine)
+    _, trial = engine.warm_up(double, (x,))
+    engine.capture(double, (x,), trial)
+    with engine.session():
+        engine.capture(double, (x,), trial)
+    with engine.session(thorough=True), engine.session():
+        engine.capture(double, (x,), trial)
+    engine.capture(double, (x,), trial)
+    assert collections == [1, 1, 2, 1]
 
 
 def test_a_session_that_captures_nothing_collects_nothing(engine, collections):

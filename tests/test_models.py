@@ -116,7 +116,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     matmul.allow_tf32 = allowed
 
 
-pytestmark = pytest.mark.usefixtures("one_core", "quick_captures")
+pytestmark = pytest.mark.usefixtures("one_core")
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-pytestmark = pytest.mark.usefixtures("one_core", "quick_captures")
+pytestmark = pytest.mark.usefixtures("one_core")
 
 VOCAB_SIZE = 61
 COMMON: dict[str, Any] = {

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.usefixtures("one_core", "quick_captures"),
+    pytest.mark.usefixtures("one_core"),
 ]
 
 PROMPTS = (

@@ -14,7 +14,7 @@ from compile_backend.llm.loading import LoadedModel
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.usefixtures("one_core", "quick_captures"),
+    pytest.mark.usefixtures("one_core"),
 ]
 
 # Equally many tokens, so that both prompts are read by one compiled graph.
