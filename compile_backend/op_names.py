@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from compile_backend.errors import ConfigError
+from compile_backend.support import STANDS_FOR
 from compile_backend.torch_internals.graphs import (
     is_higher_order_op,
     is_name_of_higher_order_op,
@@ -85,9 +86,10 @@ class SplittingOps:
         name = op_name(node)
         if name is None or node.op != "call_function":
             return False
-        if not self._exact.isdisjoint(_spellings(name)):
+        names = {name, STANDS_FOR.get(name, name)}
+        if any(not self._exact.isdisjoint(_spellings(each)) for each in names):
             return True
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns):
+        if any(fnmatch.fnmatchcase(each, glob) for each in names for glob in self._patterns):
             return True
         return any(node.target is function for function in self._functions)
 

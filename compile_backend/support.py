@@ -116,8 +116,9 @@ KNOWN_OPS = (
     SupportRow("torch_attn::_varlen_attn_out", _UNIFORM),
     SupportRow("flash_attn::*", _UNIFORM),
     SupportRow("flash_attn_3::*", _ALWAYS),
-    # Its metadata is made by a builder, which knows the backends in use; runners ask that.
+    # Their metadata is made by a builder, which knows the backends in use; runners ask that.
     SupportRow("cudagraph_modes::attention", _ALWAYS),
+    SupportRow("cudagraph_modes::attention_fp8", _ALWAYS),
     # What the rest computes depends on plans and metadata that an engine makes on the host, out of
     # the graph's sight. Only who makes them can declare a level.
     SupportRow("flashinfer::*_run", _NEVER),
@@ -138,6 +139,9 @@ KNOWN_OPS = (
     SupportRow("sglang::gdn_with_output", _NEVER),
 )
 """Ops that a graph is split at unless told otherwise."""
+
+STANDS_FOR = {"cudagraph_modes::attention_fp8": "cudagraph_modes::attention"}
+"""Ops that passes put in the place of others. Who names the others means these, too."""
 
 _KNOWN_LEVELS = {row.pattern: row.level for row in KNOWN_BACKENDS + KNOWN_OPS}
 
@@ -176,13 +180,17 @@ def speaks_of(pattern: str, op_name: str) -> bool:
 
 
 def _names(op_name: str) -> tuple[str, ...]:
-    """What an op may be called, narrowest first: ``ns::op.default`` is also ``ns::op``."""
+    """What an op may be called, narrowest first: ``ns::op.default`` is also ``ns::op``.
+
+    Last comes what the op stands for.
+    """
     namespace, separator, op = op_name.partition("::")
     if not separator:
         return (op_name,)
     packet, _, overload = op.partition(".")
-    full_name = f"{namespace}::{packet}.{overload or 'default'}"
-    return full_name, f"{namespace}::{packet}"
+    name = f"{namespace}::{packet}"
+    before = (STANDS_FOR[name],) if name in STANDS_FOR else ()
+    return f"{name}.{overload or 'default'}", name, *before
 
 
 def lowest(levels: Iterable[AttentionCGSupport]) -> AttentionCGSupport:

@@ -11,6 +11,7 @@ from compile_backend.support import (
     AttentionCGSupport,
     default_splitting_ops,
     lowest,
+    speaks_of,
     support_level,
 )
 
@@ -56,6 +57,7 @@ def test_what_is_no_level_is_refused_with_the_names(written):
         ("sglang::unified_attention_with_output", NEVER),
         ("flashinfer::rmsnorm", NEVER),
         ("cudagraph_modes::attention", ALWAYS),
+        ("cudagraph_modes::attention_fp8", ALWAYS),
         ("aten::mm", NEVER),
         ("flash_attn_2", UNIFORM),
         ("flashinfer", SINGLE),
@@ -64,6 +66,14 @@ def test_what_is_no_level_is_refused_with_the_names(written):
 )
 def test_level_of_known_names(name, level):
     assert support_level(name) is level
+
+
+def test_what_is_declared_of_an_op_holds_for_what_a_pass_puts_in_its_place():
+    name = "cudagraph_modes::attention_fp8"
+    assert support_level(name, {"cudagraph_modes::attention": SINGLE}) is SINGLE
+    assert support_level(name, {"cudagraph_modes::attention": SINGLE, name: UNIFORM}) is UNIFORM
+    assert speaks_of("cudagraph_modes::attention", name)
+    assert not speaks_of(name, "cudagraph_modes::attention")
 
 
 def test_an_op_nobody_declared_counts_as_never():

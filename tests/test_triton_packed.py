@@ -57,9 +57,10 @@ strides = {n: "i32" for n in store_kernel.arg_names if n.endswith("_stride")}
 store = dict(key="*bf16", value="*bf16", key_cache="*bf16", value_cache="*bf16",
              slot_mapping="*i64", key_scale="fp32", value_scale="fp32") | strides
 fixed = dict(NUM_KV_HEADS=8, HEAD_SIZE=128, BLOCK_SIZE=16, BLOCK=1024, LIMIT=0.0)
-reduce = dict(partial="*fp32", output="*bf16", query_start_loc="*i32", num_reqs="i32",
-              output_token_stride="i64", output_head_stride="i32")
-splits = dict(HEAD_SIZE=64, HEAD_PAD=64, NUM_SPLITS=4, RESULT_SIZE=68)
+reduce = dict(partial="*fp32", output="*bf16", query_start_loc="*i32", output_scale="*i32",
+              num_reqs="i32", output_token_stride="i64", output_head_stride="i32")
+splits = dict(HEAD_SIZE=64, HEAD_PAD=64, NUM_SPLITS=4, RESULT_SIZE=68, ROUNDED=None,
+              FP8_MAX=0.0, MULTIPLIES=False)
 found = [told(store_kernel, store, fixed, None), told(reduce_kernel, reduce, splits, "num_reqs")]
 json.dump(found, sys.stdout)
 """
@@ -82,8 +83,8 @@ def test_the_parameters_are_those_of_the_compiled_code() -> None:
     assert store[4] == [8] * 5 + [4] * 9 + [8] * 2
     assert store[2] == 128
     # One request is compiled in, as every argument of 1 is.
-    assert reduce[0] == [0, 1, 2, 4, 5]
-    assert reduce[4] == [8, 8, 8, 8, 4, 8, 8]
+    assert reduce[0] == [0, 1, 2, 3, 5, 6]
+    assert reduce[4] == [8, 8, 8, 8, 8, 4, 8, 8]
 
 
 def kernel(

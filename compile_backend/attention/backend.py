@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
+from compile_backend.attention.fp8_output import quantise
 from compile_backend.support import AttentionCGSupport
 
 if TYPE_CHECKING:
-    import torch
-
     from compile_backend.attention.kv_cache import LayerCache
     from compile_backend.attention.metadata import AttentionMetadata
     from compile_backend.attention.spec import AttentionSpec, CacheFormat
@@ -103,3 +104,36 @@ class AttentionBackend(ABC):
             metadata: of the step.
             prepared: what `prepare` or `prepare_for_graph` returned.
         """
+
+    def forward_fp8(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        scale: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        prepared: Any,
+        *,
+        multiplies: bool,
+    ) -> None:
+        """Store, attend and write 8-bit floats, rounded to the queries' dtype in between.
+
+        Kernels that can write them by themselves do so in their own `forward_fp8`, to the same
+        numbers. For all others, attention goes to memory that is taken here.
+
+        Args:
+            query: as for `forward`, and so are all arguments that are not told here.
+            key: likewise.
+            value: likewise.
+            output: `[num_tokens, num_heads, head_size]` `torch.float8_e4m3fn`.
+            scale: float32, one element, on the device.
+            cache: of the layer.
+            metadata: of the step.
+            prepared: as for `forward`.
+            multiplies: by the scale, instead of a division by it.
+        """
+        wide = torch.empty(output.shape, dtype=query.dtype, device=query.device)
+        self.forward(query, key, value, wide, cache, metadata, prepared)
+        quantise(wide, output, scale, multiplies=multiplies)

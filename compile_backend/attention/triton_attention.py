@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MAX_HEAD_SIZE = 256
 MAX_GROUP = 128
+FP8_CAPABILITY = (8, 9)
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
 
@@ -45,6 +46,10 @@ class TritonAttention(AttentionBackend):
         # Queries are expected as wide as the cache; those of an 8-bit cache as half precision.
         self._element_bytes = max(2, cache.dtype.itemsize)
         self._last_plan: LaunchPlan | None = None
+        # Older devices have no such floats, and the interpreter rounds to them wrongly.
+        self._writes_fp8 = (
+            device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+        )
         self._num_sms = (
             torch.cuda.get_device_properties(device).multi_processor_count
             if device.type == "cuda"
@@ -120,6 +125,51 @@ class TritonAttention(AttentionBackend):
         prepared: LaunchPlan,
     ) -> None:
         """Store, attend and, where keys were split, reduce: two or three launches."""
+        prepared = self._stored(query, key, value, cache, metadata, prepared)
+        self._attend(query, output, cache, metadata, self.spec, prepared)
+
+    def forward_fp8(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        scale: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        prepared: LaunchPlan,
+        *,
+        multiplies: bool,
+    ) -> None:
+        """The same launches, the last of which writes 8-bit floats."""
+        if not self._writes_fp8:
+            super().forward_fp8(
+                query,
+                key,
+                value,
+                output,
+                scale,
+                cache,
+                metadata,
+                prepared,
+                multiplies=multiplies,
+            )
+            return
+        prepared = self._stored(query, key, value, cache, metadata, prepared)
+        self._attend(
+            query, output, cache, metadata, self.spec, prepared, scale, multiplies=multiplies
+        )
+
+    def _stored(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        prepared: LaunchPlan,
+    ) -> LaunchPlan:
+        """Store keys and values; returns the plan for these queries."""
         self._store(
             key,
             value,
@@ -130,8 +180,8 @@ class TritonAttention(AttentionBackend):
             cache.value_scale,
         )
         if query.element_size() != self._element_bytes:
-            prepared = plan_launch(self.spec, metadata, query.element_size(), self._num_sms)
-        self._attend(query, output, cache, metadata, self.spec, prepared)
+            return plan_launch(self.spec, metadata, query.element_size(), self._num_sms)
+        return prepared
 
 
 def is_interpreted() -> bool:

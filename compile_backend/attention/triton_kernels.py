@@ -28,6 +28,7 @@ def attend_kernel(
     query_start_loc,
     seq_lens,
     block_table,
+    output_scale,
     num_reqs,
     qk_scale,
     value_scale,
@@ -51,6 +52,9 @@ def attend_kernel(
     IS_WHOLE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     RESULT_SIZE: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
     """Attend with one block of queries to one share of the keys.
@@ -63,6 +67,7 @@ def attend_kernel(
     - `qk_scale` is the scale of the scores times that of the keys and log2(e), and positive.
     - `WINDOW` is how many of the latest tokens a query sees, 0 for all; `SOFT_CAP` 0 is none.
     - `IS_WHOLE`: each request's queries fit in one block, so block `r` is request `r`.
+    - `ROUNDED`, `FP8_MAX`, `MULTIPLIES`: see `_as_output`.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0) % NUM_KV_HEADS
@@ -148,9 +153,32 @@ def attend_kernel(
         place = token_rows * output_token_stride + heads * output_head_stride
         tl.store(
             output + place[:, None] + dims[None, :],
-            acc.to(output.dtype.element_ty),
+            _as_output(acc, output, output_scale, ROUNDED, FP8_MAX, MULTIPLIES),
             mask=is_element,
         )
+
+
+@triton.jit
+def _as_output(
+    acc,
+    output,
+    output_scale,
+    ROUNDED: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
+):
+    """Results as they are stored; with `FP8_MAX` not 0, by a scale and cut to the range.
+
+    They are rounded to the dtype `ROUNDED` first, as if attention had stored them in it, and
+    divided exactly, so that torch finds the same bits. What is no number stays none.
+    """
+    if FP8_MAX > 0:
+        acc = acc.to(ROUNDED).to(tl.float32)
+        scale = tl.load(output_scale)
+        acc = acc * scale if MULTIPLIES else tl.div_rn(acc, tl.zeros_like(acc) + scale)
+        acc = tl.where(acc < -FP8_MAX, -FP8_MAX, acc)
+        acc = tl.where(acc > FP8_MAX, FP8_MAX, acc)
+    return acc.to(output.dtype.element_ty)
 
 
 @triton.jit
@@ -251,6 +279,7 @@ def reduce_kernel(
     partial,
     output,
     query_start_loc,
+    output_scale,
     num_reqs,
     output_token_stride,
     output_head_stride,
@@ -258,6 +287,9 @@ def reduce_kernel(
     HEAD_PAD: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     RESULT_SIZE: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
 ):
     """Reduce the partial results of one token and head. Grid: (tokens, heads)."""
     token = tl.program_id(0).to(tl.int64)
@@ -280,4 +312,5 @@ def reduce_kernel(
     )
     acc = tl.sum(accs * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
     place = token * output_token_stride + head * output_head_stride
-    tl.store(output + place + dims, acc.to(output.dtype.element_ty), mask=dims < HEAD_SIZE)
+    result = _as_output(acc, output, output_scale, ROUNDED, FP8_MAX, MULTIPLIES)
+    tl.store(output + place + dims, result, mask=dims < HEAD_SIZE)

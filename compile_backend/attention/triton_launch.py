@@ -5,11 +5,13 @@ No tensor is read on the host, so all of it may be captured. This file refuses t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+import triton.language as tl
 
+from compile_backend.attention.fp8_output import FP8_MAX
 from compile_backend.attention.triton_cache import cache_strides, with_adjacent_elements
 from compile_backend.attention.triton_kept import KeptKernel
 from compile_backend.attention.triton_kernels import attend_kernel, reduce_kernel
@@ -27,6 +29,16 @@ LOG2_E = 1.4426950408889634
 
 # These are arguments, not globals of the kernels: Triton compares globals at every launch.
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
+DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+"""Of queries, as Triton calls them."""
+
+AS_ATTENDED = (None, 0.0, False)
+"""What `_as_output` is told for an output that is not quantised."""
+
 NUM_STATS = 4
 """Floats after a partial result: the log2 of its sum, and some to keep 16 bytes aligned."""
 
@@ -38,6 +50,9 @@ def attend_with_triton(
     metadata: AttentionMetadata,
     spec: AttentionSpec,
     plan: LaunchPlan,
+    scale: torch.Tensor | None = None,
+    *,
+    multiplies: bool = False,
 ) -> None:
     """Attend over what the cache holds, this step's keys and values included.
 
@@ -45,11 +60,14 @@ def attend_with_triton(
 
     Args:
         query: `[num_tokens, num_heads, head_size]`.
-        output: like `query`, with the elements of a head side by side.
+        output: like `query`, with the elements of a head side by side; in 8-bit floats where there
+            is a scale.
         cache: of the layer.
         metadata: of the step.
         spec: of the layer.
         plan: of the launch.
+        scale: of the output, one float32; None for an output that is not quantised.
+        multiplies: by the scale, instead of a division by it.
     """
     if not metadata.num_tokens:
         return
@@ -61,17 +79,21 @@ def attend_with_triton(
         num_results = metadata.num_tokens * spec.num_heads * num_splits
         partial = torch.empty(num_results * result_size, dtype=torch.float32, device=query.device)
     slot = id(cache.keys)
-    facts = (plan, spec, metadata.num_reqs, query.shape, cache.key_scale, cache.value_scale)
+    stored = AS_ATTENDED if scale is None else (DTYPES[query.dtype], FP8_MAX, multiplies)
+    of_cache = (cache.key_scale, cache.value_scale)
+    facts = (plan, spec, metadata.num_reqs, query.shape, *of_cache, *stored)
     lengths = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
-    tensors = (query, cache.keys, cache.values, output, *lengths)
+    output_scale = lengths[0] if scale is None else scale  # a pointer that is never followed
+    tensors = (query, cache.keys, cache.values, output, *lengths, output_scale)
+    reduced = (output, lengths[0], output_scale)
     if not _ATTEND.repeat(slot, tensors, facts, fresh=(partial,)):
-        _attend(partial, tensors, cache, metadata, spec, plan, slot, facts)
-    if num_splits > 1 and not _REDUCE.repeat(slot, (output, lengths[0]), facts, fresh=(partial,)):
+        _attend(partial, tensors, cache, metadata, spec, plan, stored, slot, facts)
+    if num_splits > 1 and not _REDUCE.repeat(slot, reduced, facts, fresh=(partial,)):
         _REDUCE.launch(
             (metadata.num_tokens, spec.num_heads),
-            (partial, output, metadata.query_start_loc),
+            (partial, *reduced),
             (metadata.num_reqs, *output.stride()[:2]),
-            (spec.head_size, _padded(spec.head_size), num_splits, result_size),
+            (spec.head_size, _padded(spec.head_size), num_splits, result_size, *stored),
             slot=slot,
             facts=facts,
             num_fresh=1,
@@ -86,6 +108,7 @@ def _attend(
     metadata: AttentionMetadata,
     spec: AttentionSpec,
     plan: LaunchPlan,
+    stored: tuple[Any, float, bool],
     slot: int,
     facts: Hashable,
 ) -> None:
@@ -118,6 +141,7 @@ def _attend(
             plan.is_whole,
             plan.num_splits > 1,
             spec.head_size + NUM_STATS,
+            *stored,
             IS_INTERPRETED,
         ),
         slot=slot,
