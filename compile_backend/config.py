@@ -439,9 +439,6 @@ _UNAVAILABLE = (
         "leave it out: splitting_ops splits",
     ),
     _Unavailable(
-        "enable_attn_fusion", lambda config: config.pass_config.enable_attn_fusion, "leave it out"
-    ),
-    _Unavailable(
         "enable_sequence_parallelism",
         lambda config: config.pass_config.enable_sequence_parallelism,
         "leave it out",

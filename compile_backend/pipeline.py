@@ -9,9 +9,11 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from compile_backend.attention.ops import attention, attention_fp8
 from compile_backend.errors import ConfigError, number_of
 from compile_backend.own_passes import OPTION, OwnPass, own_passes
 from passes.additive_mask import AdditiveMaskPass
+from passes.attn_fp8 import AttnQuantFusionPass
 from passes.building import fill_value
 from passes.constant_tensors import ConstantTensorsPass
 from passes.decompose_sizes import DecomposeSizesPass
@@ -64,6 +66,7 @@ def passes_of_flags() -> dict[str, tuple[GraphPass, ...]]:
     return {
         "enable_noop": (NoopPass(),),
         "enable_fusion": (RMSNormFp8Pass(), SiluMulFp8Pass()),
+        "enable_attn_fusion": (AttnQuantFusionPass(attention, attention_fp8),),
     }
 
 
