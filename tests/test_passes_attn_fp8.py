@@ -30,6 +30,7 @@ from compile_backend.attention.sdpa import SdpaAttention
 from compile_backend.attention.triton_attention import FP8_CAPABILITY, TritonAttention
 from compile_backend.attention.triton_launch import attend_with_triton
 from compile_backend.backend import CudagraphModesBackend
+from compile_backend.config import CUDAGraphMode
 from compile_backend.context import set_forward_context
 from compile_backend.explain import explain
 from passes.attn_fp8 import AttnQuantFusionPass
@@ -462,14 +463,17 @@ def test_every_mode_gives_what_it_gave(backend: str) -> None:
     model.register_buffer("scale", torch.tensor(0.004, device=device))
     plain = compiled(model)
     fused = compiled(model, pass_config=ATTENTION_ONLY)
+    whole = compiled(model, pass_config=ATTENTION_ONLY, splitting_ops=[])
     for mode in MODES:
-        expected = logits_of(model, plain, mode.name, backend)
-        actual = logits_of(model, fused, mode.name, backend)
-        assert actual[0] == expected[0]
-        assert all(map(torch.equal, actual[1], expected[1])), mode
-    report = compile_backend.stats(fused)
-    assert report.passes["attn_fp8"] == 2 * report.graphs
-    assert report.eager_sections == 2 * report.graphs
+        ran, expected = logits_of(model, plain, mode.name, backend)
+        for called in (fused, whole) if mode is CUDAGraphMode.FULL else (fused,):
+            also_ran, actual = logits_of(model, called, mode.name, backend)
+            assert also_ran == ran
+            assert all(map(torch.equal, actual, expected)), mode
+    for called, num_sections in ((fused, 2), (whole, 0)):
+        report = compile_backend.stats(called)
+        assert report.passes["attn_fp8"] == 2 * report.graphs
+        assert report.eager_sections == num_sections * report.graphs
 
 
 @pytest.mark.slow
