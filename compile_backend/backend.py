@@ -178,9 +178,10 @@ class CudagraphModesBackend:
         )
         compiled.graphs.append(built)
         logger.info(
-            "%d pieces (%d compiled, %d loaded) and %d eager sections at %s in %.1f s; "
+            "%d %s (%d compiled, %d loaded) and %d eager sections at %s in %.1f s; "
             "%d graphs planned",
-            len(plan.split.pieces),
+            built.num_pieces,
+            "partitions" if built.num_partitions else "pieces",
             built.counts.compiles,
             built.counts.loads,
             len(plan.split.eager_sections),
@@ -200,7 +201,7 @@ class CudagraphModesBackend:
         plans = [built.plan for built in graphs]
         return Report(
             graphs=len(graphs),
-            pieces=sum(len(plan.split.pieces) for plan in plans),
+            pieces=sum(built.num_pieces for built in graphs),
             eager_sections=sum(len(plan.split.eager_sections) for plan in plans),
             compiles=sum(built.counts.compiles for built in graphs),
             compile_s=sum(built.counts.compile_s for built in graphs),
@@ -215,6 +216,7 @@ class CudagraphModesBackend:
             load_s=sum(built.counts.load_s for built in graphs),
             unstorable=sum(built.counts.unstorable for built in graphs),
             passes=_places_changed(plans),
+            partitions=sum(built.num_partitions for built in graphs),
         )
 
     def drop_graphs(self, compiled: object) -> None:

@@ -6,6 +6,7 @@ Everything a compiled graph needs is made here and handed to it; nothing is deci
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,30 +18,36 @@ from compile_backend.cache import ArtefactCache, cache_directory, cache_size_byt
 from compile_backend.compiled_graph import CallRules, CompiledGraph, Programs
 from compile_backend.config import CUDAGraphMode
 from compile_backend.dispatch import CudagraphDispatcher
+from compile_backend.errors import number_of
 from compile_backend.inputs import InputBuffers
 from compile_backend.mutation import mutated_inputs
 from compile_backend.outputs import OutputReturns
 from compile_backend.padding import RowPadding
+from compile_backend.partition import partitioned_programs
 from compile_backend.piece_compiler import PieceCompiler
 from compile_backend.piecewise import PieceRunner, UncapturedRunner
+from compile_backend.plan import not_partitioned
 from compile_backend.replay_plan import make_plan
 from compile_backend.split import unwritten_outputs
 from compile_backend.stats import GraphStats
 from compile_backend.stitch import buffer_slots, stitch
 from compile_backend.torch_internals.graphs import storage_id
+from compile_backend.torch_internals.partition import PartitionError, Partitions
 from compile_backend.torch_internals.sizes import shape_env_of
 from compile_backend.wrapper import CUDAGraphWrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from compile_backend.batch import BatchDescriptor
     from compile_backend.config import CompilationConfig
     from compile_backend.graph_engine import GraphEngine
     from compile_backend.once import WarnOnce
     from compile_backend.piece_compiler import CompileCounts, CompiledPiece
-    from compile_backend.plan import GraphPlan
-    from compile_backend.split import Section
+    from compile_backend.plan import GraphPlan, PartitionPlan
+    from compile_backend.split import Section, SplitGraph
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +60,19 @@ class BuiltGraph:
         counts: which pieces were compiled, and which read from disk.
         is_whole: whether the graph is all that the function does: it ends at no graph break, and
             no Python around it leaves anything behind.
+        num_partitions: partitions that Inductor made of it; 0 where it was cut before.
     """
 
     plan: GraphPlan
     graph: CompiledGraph
     counts: CompileCounts
     is_whole: bool
+    num_partitions: int = 0
+
+    @property
+    def num_pieces(self) -> int:
+        """What lies between the splitting ops: pieces, or Inductor's partitions."""
+        return self.num_partitions or len(self.plan.split.pieces)
 
 
 def build_graph(
@@ -77,13 +91,26 @@ def build_graph(
         engine: captures and replays on the plan's device.
         warn_once: shared by all graphs of one `torch.compile` call.
         is_whole: see `BuiltGraph`.
+
+    Raises:
+        ConfigError: Inductor cannot partition the graph as asked, and `strict` is set.
     """
-    compiler = _piece_compiler(plan, config, warn_once)
-    pieces = {piece.name: compiler.compile(piece) for piece in plan.split.pieces}
     stats = GraphStats()
     growth = _growth(plan)
     wrappers = _Wrappers(config, engine, stats)
-    programs = _programs(plan, pieces, wrappers, growth)
+    compiled = _compiled_whole(plan, config, warn_once) or _compiled_pieces(
+        plan, config, warn_once
+    )
+    if compiled.partitions is None:
+        programs = _programs(plan, compiled.pieces, wrappers, growth)
+    else:
+        programs = partitioned_programs(
+            _plain(compiled.split, compiled.pieces),
+            compiled.partitions,
+            plan.device,
+            wrappers.of_partition,
+            growth,
+        )
     full = wrappers.make(
         lambda *args: programs.plain(args), CUDAGraphMode.FULL, "the whole graph", is_last=True
     )
@@ -95,7 +122,7 @@ def build_graph(
             plan.inputs,
             plan.device,
             copy_inputs=config.cudagraph_copy_inputs,
-            mutated=_mutated_graph_inputs(plan, pieces),
+            mutated=_mutated_graph_inputs(compiled),
         ),
         OutputReturns(clone=config.cudagraph_clone_outputs),
         engine,
@@ -105,7 +132,79 @@ def build_graph(
         has_graphs=plan.device.type in ("cpu", "cuda"),
         growth=growth,
     )
-    return BuiltGraph(plan, graph, compiler.counts, is_whole)
+    num_partitions = 0 if compiled.partitions is None else len(compiled.partitions.functions)
+    return BuiltGraph(plan, graph, compiled.counts, is_whole, num_partitions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A graph as it was compiled.
+
+    Attributes:
+        split: the sections that it was compiled in.
+        pieces: those that were compiled, by name.
+        counts: see `BuiltGraph`.
+        partitions: those of the only piece, where Inductor parted it.
+    """
+
+    split: SplitGraph
+    pieces: Mapping[str, CompiledPiece]
+    counts: CompileCounts
+    partitions: Partitions | None = None
+
+
+def _compiled_pieces(plan: GraphPlan, config: CompilationConfig, warn_once: WarnOnce) -> _Compiled:
+    compiler = _piece_compiler(plan, config, warn_once)
+    pieces = {piece.name: compiler.compile(piece) for piece in plan.split.pieces}
+    return _Compiled(plan.split, pieces, compiler.counts)
+
+
+def _compiled_whole(
+    plan: GraphPlan, config: CompilationConfig, warn_once: WarnOnce
+) -> _Compiled | None:
+    """The graph in one piece, parted by Inductor; None where that cannot be."""
+    if plan.partition is None:
+        return None
+    compiler = _piece_compiler(plan, config, warn_once, plan.partition.ops)
+    whole = plan.partition.whole
+    try:
+        pieces = {piece.name: compiler.compile(piece) for piece in whole.pieces}
+        partitions = _checked_partitions(plan.partition, [each.code for each in pieces.values()])
+    except PartitionError as error:
+        reason = str(error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the pieces may well compile
+        reason = f"Inductor cannot compile it whole ({_in_short(error)})"
+    else:
+        return _Compiled(whole, pieces, compiler.counts, partitions)
+    note = not_partitioned(config, reason)
+    warn_once(logger, "not partitioned", "%s", note)
+    return None
+
+
+def _in_short(error: Exception) -> str:
+    """What went wrong, without the many lines that compilers add."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def _checked_partitions(plan: PartitionPlan, codes: Sequence[Any]) -> Partitions:
+    """The partitions of a graph's code.
+
+    Raises:
+        PartitionError: a splitting op would be captured with them.
+    """
+    if len(codes) != 1 or codes[0] is None:
+        raise PartitionError("Inductor made more than one function of it")
+    partitions = Partitions(codes[0])
+    if partitions.calls_within(plan.ops):
+        raise PartitionError("Inductor put a splitting op into a partition")
+    num_calls = partitions.calls_between(plan.ops)
+    if num_calls < plan.num_calls:
+        raise PartitionError(
+            f"{number_of('call', plan.num_calls)} of splitting ops became {num_calls} in the "
+            "code of Inductor, which may have taken some apart"
+        )
+    return partitions
 
 
 def artefact_cache(config: CompilationConfig, warn_once: WarnOnce) -> ArtefactCache | None:
@@ -117,7 +216,10 @@ def artefact_cache(config: CompilationConfig, warn_once: WarnOnce) -> ArtefactCa
 
 
 def _piece_compiler(
-    plan: GraphPlan, config: CompilationConfig, warn_once: WarnOnce
+    plan: GraphPlan,
+    config: CompilationConfig,
+    warn_once: WarnOnce,
+    partition_ops: Sequence[str] | None = None,
 ) -> PieceCompiler:
     settings = dict(config.inductor_compile_config)
     if config.disable_cache:
@@ -129,6 +231,7 @@ def _piece_compiler(
         plan.specialisations,
         config.compile_sizes_config,
         pass_uuids=[result.uuid for result in plan.passes],
+        partition_ops=partition_ops,
     )
 
 
@@ -173,6 +276,14 @@ class _Wrappers:
             unwritten_outputs=unwritten,
         )
 
+    def of_partition(
+        self, runnable: Callable[..., Any], name: str, unwritten: frozenset[int]
+    ) -> CUDAGraphWrapper:
+        """A wrapper of a partition, each of which may return what the caller reads."""
+        return self.make(
+            runnable, CUDAGraphMode.PIECEWISE, name, is_last=True, unwritten=unwritten
+        )
+
 
 def _programs(
     plan: GraphPlan,
@@ -181,11 +292,8 @@ def _programs(
     growth: Callable[[BatchDescriptor], int],
 ) -> Programs:
     split = plan.split
-    plain_calls: dict[str, Callable[..., Any]] = {
-        section.name: pieces[section.name].call if section.is_piece else section.module.forward
-        for section in split.sections
-    }
-    plain = stitch(split, plain_calls, takes_list=frozenset(pieces))
+    plain_calls = _plain_calls(split, pieces)
+    plain = _plain(split, pieces)
     if not split.eager_sections:
         return Programs(plain, None, None, (), lambda _key: None)
     slots = buffer_slots(split)
@@ -224,6 +332,22 @@ def _programs(
     )
 
 
+def _plain_calls(
+    split: SplitGraph, pieces: Mapping[str, CompiledPiece]
+) -> dict[str, Callable[..., Any]]:
+    return {
+        section.name: pieces[section.name].call if section.is_piece else section.module.forward
+        for section in split.sections
+    }
+
+
+def _plain(
+    split: SplitGraph, pieces: Mapping[str, CompiledPiece]
+) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """All sections as they are."""
+    return stitch(split, _plain_calls(split, pieces), takes_list=frozenset(pieces))
+
+
 def _direct_call(section: Section) -> Callable[..., Any] | None:
     """A section that is one op of this package, called past torch's dispatcher; else None."""
     nodes = section.module.graph.nodes
@@ -259,20 +383,21 @@ def _may_view(plan: GraphPlan, section: Section) -> list[bool]:
     return [storage_id(values[name]) in memories for name in section.outputs]
 
 
-def _mutated_graph_inputs(plan: GraphPlan, pieces: Mapping[str, CompiledPiece]) -> frozenset[int]:
+def _mutated_graph_inputs(compiled: _Compiled) -> frozenset[int]:
     """Positions of the graph's inputs that some section writes to, under whatever name."""
-    values = plan.split.values
+    split = compiled.split
+    values = split.values
     written: set[int | None] = set()
-    for section in plan.split.sections:
+    for section in split.sections:
         positions = (
-            pieces[section.name].mutated_inputs
+            compiled.pieces[section.name].mutated_inputs
             if section.is_piece
             else mutated_inputs(section.module)
         )
         written.update(storage_id(values[section.inputs[i]]) for i in positions)
     return frozenset(
         position
-        for position, name in enumerate(plan.split.inputs)
+        for position, name in enumerate(split.inputs)
         if storage_id(values[name]) in written - {None}
     )
 

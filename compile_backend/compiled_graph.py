@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from compile_backend.once import WarnOnce
     from compile_backend.outputs import OutputReturns
     from compile_backend.padding import RowPadding
-    from compile_backend.piecewise import PieceRunner, UncapturedRunner
     from compile_backend.plain_calls import BatchReader
     from compile_backend.replay_plan import ReplayPlan
     from compile_backend.stats import GraphStats, KeyStats
@@ -61,22 +60,32 @@ MAX_PLAN_ATTEMPTS = 16
 Recorder = Callable[[BatchDescriptor, "ReplayPlan", Sequence[Any], Sequence[Any]], None]
 
 
+class SectionRunner(Protocol):
+    """Runs a part of the graph in PIECEWISE steps."""
+
+    def drop(self, key: BatchDescriptor) -> None:
+        """Drop the graph of one key; the next step captures it again."""
+
+    def reset(self) -> None:
+        """Drop every graph and all static memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The stitched sections, three ways.
+    """The graph, three ways.
 
     Attributes:
-        plain: pieces as compiled, eager sections as they are.
-        piecewise: pieces through their wrappers, the rest pinned.
+        plain: as compiled, splitting ops as they are.
+        piecewise: what lies between splitting ops through its wrappers, with static addresses.
         capture_pieces: captures every piece and runs nothing; None where nothing is split.
-        runners: the sections of `piecewise`.
+        runners: of what holds graphs or static memory in `piecewise`.
         plan: a key's replay plan, if it can have one now.
     """
 
     plain: Callable[[Sequence[Any]], tuple[Any, ...]]
     piecewise: Callable[[Sequence[Any]], tuple[Any, ...]] | None
     capture_pieces: Callable[[Sequence[Any]], tuple[Any, ...]] | None
-    runners: tuple[PieceRunner | UncapturedRunner, ...]
+    runners: tuple[SectionRunner, ...]
     plan: Callable[[BatchDescriptor], ReplayPlan | None]
 
 

@@ -381,6 +381,8 @@ class CompilationConfig:
                 "is for sizes that are compiled by themselves, and compile_sizes names none",
                 "name them in compile_sizes, or use inductor_compile_config",
             )
+        if self.use_inductor_graph_partition:
+            _check_partition(self)
         sizes, maximum = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
         if sizes is None:
             return
@@ -423,6 +425,24 @@ class CompilationConfig:
         return CompilationConfig.from_options, (options,)
 
 
+def _check_partition(config: CompilationConfig) -> None:
+    """What cannot be had where Inductor compiles the graph as one."""
+    for option, problem in (
+        ("compile_sizes", "compiles pieces for some sizes"),
+        ("compile_ranges_endpoints", "compiles pieces for ranges of sizes"),
+        ("piece_compiler", "has no Inductor"),
+    ):
+        value = getattr(config, option)
+        if value and value != "inductor":
+            raise ConfigError(
+                option,
+                value,
+                f"{problem}, and with use_inductor_graph_partition Inductor compiles the graph "
+                "as one",
+                "leave one of the two out",
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class _Unavailable:
     """An option, or a flag of `pass_config`, that is checked but not built yet."""
@@ -433,11 +453,6 @@ class _Unavailable:
 
 
 _UNAVAILABLE = (
-    _Unavailable(
-        "use_inductor_graph_partition",
-        lambda config: config.use_inductor_graph_partition,
-        "leave it out: splitting_ops splits",
-    ),
     _Unavailable(
         "enable_sequence_parallelism",
         lambda config: config.pass_config.enable_sequence_parallelism,

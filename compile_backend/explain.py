@@ -156,6 +156,7 @@ def _explained(plan: GraphPlan, parameter_names: Sequence[str]) -> GraphExplanat
         has_free_sizes=plan.has_free_sizes,
         num_graphs=plan.num_graphs,
         passes={result.name: result.changed for result in plan.passes},
+        num_partitions=0 if plan.partition is None else len(plan.split.pieces),
     )
 
 

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from compile_backend.batch import BatchDescriptor
+from compile_backend.errors import number_of
 from compile_backend.reports import as_text, columns, compact_sizes, facts, key_text, stack
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class GraphExplanation:
         has_free_sizes: whether one compiled graph serves calls of several sizes.
         num_graphs: CUDA graphs that this compiled graph holds once every key was met.
         passes: how many places each rewrite of the graph changed, in the order they ran.
+        num_partitions: partitions that Inductor is to make, if it keeps the order of ops; 0 where
+            the graph is cut before. `stats` tells how many it made.
     """
 
     pieces: tuple[DistinctPiece, ...]
@@ -110,6 +113,7 @@ class GraphExplanation:
     has_free_sizes: bool
     num_graphs: int
     passes: Mapping[str, int]
+    num_partitions: int = 0
 
     @property
     def num_pieces(self) -> int:
@@ -118,7 +122,12 @@ class GraphExplanation:
 
     @property
     def num_compiles(self) -> int:
-        """Times that a compiler is run: on each distinct piece, and again for each range."""
+        """Times that a compiler is run: on each distinct piece, and again for each range.
+
+        Just once where Inductor parts the graph.
+        """
+        if self.num_partitions:
+            return 1
         return sum(1 + len(piece.compiled_for) for piece in self.pieces)
 
     @property
@@ -189,6 +198,11 @@ def _tables(graph: GraphExplanation, number: int) -> list[RenderableType]:
         "reasons": (*map(str, graph.downgrades), *graph.notes),
         "device": graph.device,
         "passes": [f"{name}: {changed}" for name, changed in graph.passes.items()],
+        "split by": (
+            f"Inductor, into {number_of('partition', graph.num_partitions)} if it keeps the order"
+            if graph.num_partitions
+            else "this backend, before Inductor compiles"
+        ),
         "pieces": f"{graph.num_pieces}, {len(graph.pieces)} of them distinct",
         "compiles": graph.num_compiles,
         "eager sections": graph.num_eager_sections,

@@ -34,6 +34,7 @@ from compile_backend.torch_internals.narrowing import (
     narrowed_inputs,
     with_inputs,
 )
+from compile_backend.torch_internals.partition import partition_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -53,10 +54,12 @@ class CompiledPiece:
     Attributes:
         call: takes the inputs as one list, which it may clear, and returns the outputs in order.
         mutated_inputs: positions of the inputs that it writes to.
+        code: Inductor's own object that it calls; None where there is none, or several.
     """
 
     call: Callable[[list[Any]], Sequence[Any]]
     mutated_inputs: tuple[int, ...]
+    code: Any = None
 
 
 @dataclass(slots=True)
@@ -89,6 +92,7 @@ class PieceCompiler:
         sizes_config: Inductor settings for listed sizes, on top of the others.
         pass_uuids: what tells the rewrites that the graph went through from others; None for a
             rewrite that nothing tells, after which no piece is kept.
+        partition_ops: at which ops Inductor parts each piece; None for no partitions.
     """
 
     def __init__(
@@ -100,11 +104,15 @@ class PieceCompiler:
         sizes_config: Mapping[str, Any] | None = None,
         *,
         pass_uuids: Sequence[str | None] = (),
+        partition_ops: Sequence[str] | None = None,
     ) -> None:
         self._kind = kind
         self._cache = cache
         self._pass_uuids = tuple(pass_uuids)
         self._specialisations = specialisations or Specialisations()
+        self._is_partitioned = partition_ops is not None
+        if partition_ops is not None:
+            inductor_config = {**inductor_config, **partition_settings(partition_ops)}
         self._configs = {False: inductor_config, True: {**inductor_config, **(sizes_config or {})}}
         self._settings: dict[bool, tuple[str, ...]] = {}
         self._pieces: dict[Hashable, CompiledPiece] = {}
@@ -129,7 +137,12 @@ class PieceCompiler:
         is_listed = self._specialisations.is_listed_size
         # First, so that what it assumes of Dynamo's sizes is known to all others.
         general = self._artefact(
-            _Source(section=section, inductor_config=self._configs[is_listed], is_listed=is_listed)
+            _Source(
+                section=section,
+                inductor_config=self._configs[is_listed],
+                is_listed=is_listed,
+                is_partitioned=self._is_partitioned,
+            )
         )
         call = general.call
         dimension = self._specialisations.dimension_in(module)
@@ -137,7 +150,8 @@ class PieceCompiler:
             logger.warning("%s is compiled for all sizes at once: it %s", section.name, dimension)
         elif dimension is not None:
             call = choosing(dimension, call, list(self._special(section, dimension)))
-        return CompiledPiece(call, general.mutated_inputs)
+        code = general.code if call is general.call else None
+        return CompiledPiece(call, general.mutated_inputs, code)
 
     def _special(
         self, section: Section, dimension: TokenDimension
@@ -196,7 +210,9 @@ class PieceCompiler:
             return source.compile(), False
         try:
             if source.is_listed not in self._settings:
-                self._settings[source.is_listed] = compile_settings(source.inductor_config)
+                self._settings[source.is_listed] = compile_settings(
+                    source.inductor_config, is_partitioned=source.is_partitioned
+                )
             settings = (
                 *_own_sources(),
                 *self._settings[source.is_listed],
@@ -237,6 +253,7 @@ class _Source:
         section: the piece.
         inductor_config: Inductor settings for it.
         is_listed: whether it is for one size that is compiled by itself.
+        is_partitioned: whether Inductor parts it.
         tokens: the numbers of tokens that it is compiled for; None for all.
         inputs: its inputs for these; None for those that it has.
         sizes: which size is narrowed and to what, as text that tells ranges apart.
@@ -245,6 +262,7 @@ class _Source:
     section: Section
     inductor_config: Mapping[str, Any]
     is_listed: bool
+    is_partitioned: bool = False
     tokens: TokenRange | None = None
     inputs: NarrowedInputs | None = None
     sizes: str = ""
@@ -268,7 +286,9 @@ class _Source:
 
     def compile(self) -> InductorArtefact:
         """Have Inductor compile it."""
-        return compile_with_inductor(self._module(), *self._arguments(), self.sizes)
+        return compile_with_inductor(
+            self._module(), *self._arguments(), self.sizes, is_partitioned=self.is_partitioned
+        )
 
     def load(self, packed: bytes) -> InductorArtefact | None:
         """Take what an earlier process compiled; None where that was for other sizes."""

@@ -15,9 +15,10 @@ import torch.fx
 
 from compile_backend.config import CUDAGraphMode
 from compile_backend.dispatch import CudagraphDispatcher
-from compile_backend.errors import number_of
+from compile_backend.errors import ConfigError, number_of
 from compile_backend.inputs import GraphInput, InputClass, classify_inputs
 from compile_backend.op_names import SplittingOps, normal_name, op_name
+from compile_backend.partition_ops import partition_ops
 from compile_backend.pipeline import PassResult, idle_passes, run_passes
 from compile_backend.plain_calls import BatchReader
 from compile_backend.resolve import Resolution, default_mode, resolve_cudagraph_mode
@@ -46,6 +47,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class PartitionPlan:
+    """How Inductor is to partition a graph.
+
+    Attributes:
+        whole: the graph without a cut: one piece.
+        ops: what Inductor is to part at.
+        num_calls: calls of these, all of which must run between partitions.
+    """
+
+    whole: SplitGraph
+    ops: tuple[str, ...]
+    num_calls: int
+
+
+@dataclass(frozen=True, slots=True)
 class GraphPlan:
     """How one Dynamo graph will run.
 
@@ -66,6 +82,7 @@ class GraphPlan:
         first_call: the batch of the call that this graph was made for.
         specialisations: the numbers of tokens that pieces are compiled for by themselves.
         passes: what each rewrite of the graph did, in the order they ran.
+        partition: how Inductor is to part the graph instead; None where it is cut before.
     """
 
     split: SplitGraph
@@ -84,6 +101,7 @@ class GraphPlan:
     first_call: BatchDescriptor
     specialisations: Specialisations
     passes: tuple[PassResult, ...]
+    partition: PartitionPlan | None = None
 
     @property
     def mode(self) -> CUDAGraphMode:
@@ -191,6 +209,17 @@ def plan_graph(
         config, dispatcher, resolution.mode, reader, values, first_call, needs_grad=needs_grad
     )
     notes += [*more_notes, *idle_passes(passes)]
+    partition = None
+    # Without cuts both ways are the same, and a call that needs gradients has no graphs.
+    if config.use_inductor_graph_partition and not needs_grad and (piecewise or uncuttable):
+        refusal = uncuttable or _in_words(_without_idle(uncapturable))
+        found = partition_ops(support) if refusal is None else f"no graph can hold {refusal}"
+        if isinstance(found, str):
+            notes.append(not_partitioned(config, found))
+        else:
+            whole = split_graph(graph_module, SplittingOps(()), keep_grad_mode=False)
+            num_calls = sum(len(section.ops) for section in split.eager_sections)
+            partition = PartitionPlan(whole, found, num_calls)
     return GraphPlan(
         split=split,
         inputs=inputs,
@@ -208,7 +237,21 @@ def plan_graph(
         first_call=first_call,
         specialisations=specialisations,
         passes=passes,
+        partition=partition,
     )
+
+
+def not_partitioned(config: CompilationConfig, reason: str) -> str:
+    """What tells that a graph is cut before although Inductor was asked to part it.
+
+    Raises:
+        ConfigError: `strict` is set.
+    """
+    option = "use_inductor_graph_partition"
+    if config.strict:
+        fix = "leave it out: splitting_ops splits; or leave out strict"
+        raise ConfigError(option, True, f"cannot be had for a graph: {reason}", fix)
+    return f"{option}=True cannot be had for a graph, which is split before instead: {reason}"
 
 
 def _support_of(split: SplitGraph, config: CompilationConfig) -> dict[str, AttentionCGSupport]:
@@ -352,7 +395,15 @@ def _why_uncapturable(
         if node.name in data_dependent:
             return f"has a size or number that depends on data ({node.name})"
         has_work = has_work or (node.op.startswith("call_") and not is_trivial(node))
-    return None if has_work else "does no work on the device"
+    return None if has_work else _IDLE
+
+
+_IDLE = "does no work on the device"
+
+
+def _without_idle(uncapturable: Mapping[str, str]) -> dict[str, str]:
+    """The pieces that no graph can hold, without those that need none."""
+    return {name: reason for name, reason in uncapturable.items() if reason != _IDLE}
 
 
 def _data_dependent(graph: torch.fx.Graph) -> frozenset[str]:

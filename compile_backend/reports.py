@@ -109,6 +109,7 @@ def stats_facts(report: Report) -> dict[str, object]:
         "reasons": report.downgrades,
         "compiled graphs": report.graphs,
         "pieces": report.pieces,
+        "partitions of Inductor's": report.partitions,
         "eager sections": report.eager_sections,
         "distinct compiles": f"{report.compiles} in {report.compile_s:.1f} s",
         "loads from the cache": f"{report.loads} in {report.load_s:.2f} s",
@@ -118,6 +119,8 @@ def stats_facts(report: Report) -> dict[str, object]:
     }
     if not report.downgrades:
         del rows["reasons"]
+    if not report.partitions:
+        del rows["partitions of Inductor's"]
     if not report.loads:
         del rows["loads from the cache"]
     return rows

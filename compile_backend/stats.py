@@ -70,7 +70,7 @@ class Report:
 
     Attributes:
         graphs: compiled graphs; more than one after a graph break or a recompilation.
-        pieces: pieces of all graphs.
+        pieces: pieces of all graphs, partitions of Inductor's included.
         eager_sections: eager sections of all graphs.
         compiles: distinct pieces that a compiler was run on, once for each range of sizes.
         compile_s: seconds that those compiles took.
@@ -83,6 +83,7 @@ class Report:
         load_s: seconds that took.
         unstorable: compiled pieces that the cache cannot hold.
         passes: places that each rewrite changed, over all graphs.
+        partitions: how many of the pieces Inductor made itself.
     """
 
     graphs: int
@@ -99,6 +100,7 @@ class Report:
     load_s: float = 0.0
     unstorable: int = 0
     passes: dict[str, int] = field(default_factory=dict)
+    partitions: int = 0
 
     def total(self, counted: str, mode: CUDAGraphMode | str | None = None) -> int:
         """One count of `KeyStats`, over all keys and, without a mode, all modes.

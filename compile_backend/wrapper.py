@@ -153,6 +153,11 @@ class CUDAGraphWrapper:
         entry = self._entries.get(key)
         return entry is not None and entry.graph is not None
 
+    def captures_next(self, key: BatchDescriptor) -> bool:
+        """Whether the next call of a normalised key captures it."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.graph is None and self._is_warm(entry)
+
     def outputs(self, key: BatchDescriptor) -> Any | None:
         """What replays of a normalised key fill; None without a graph."""
         entry = self._entries.get(key)
@@ -202,11 +207,19 @@ class CUDAGraphWrapper:
             entry = self._entries[key] = _Entry(self._stats.at(self._mode, key))
         return entry
 
+    def _is_warm(self, entry: _Entry) -> bool:
+        """Whether a key that has no graph yet is to be captured now."""
+        return (
+            entry.failure is None
+            and entry.warm_ups >= self._num_warmups
+            and current_capture_session() is None
+        )
+
     def _run_without_graph(self, key: BatchDescriptor, entry: _Entry, args: Sequence[Any]) -> Any:
         if entry.failure is not None:
             entry.stats.eager += 1
             return self._runnable(*args)
-        if entry.warm_ups < self._num_warmups or current_capture_session() is not None:
+        if not self._is_warm(entry):
             outputs, entry.trial = self._engine.warm_up(self._runnable, args)
             entry.warm_ups += 1
             entry.stats.warm_ups += 1

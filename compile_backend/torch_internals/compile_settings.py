@@ -24,11 +24,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def compile_settings(config_patches: Mapping[str, Any]) -> tuple[str, ...]:
+def compile_settings(
+    config_patches: Mapping[str, Any], *, is_partitioned: bool = False
+) -> tuple[str, ...]:
     """All that decides how a graph is compiled, besides the graph: settings, state, releases.
 
     Args:
         config_patches: Inductor settings for this graph only.
+        is_partitioned: whether they are those of `partition_settings`, so that Inductor captures
+            nothing.
 
     Raises:
         NotStorableError: what is compiled under these settings means nothing elsewhere.
@@ -42,7 +46,7 @@ def compile_settings(config_patches: Mapping[str, Any]) -> tuple[str, ...]:
             raise NotStorableError("is compiled with torch's caches switched off")
         if config.freezing:
             raise NotStorableError("has its weights compiled in")
-        if config.triton.cudagraphs:
+        if config.triton.cudagraphs and not is_partitioned:
             raise NotStorableError("is captured by Inductor itself")
         inductor = config.save_config_portable(ignore_private_configs=False)
         for name, value in config.get_config_copy().items():

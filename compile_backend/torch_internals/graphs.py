@@ -79,6 +79,28 @@ def storage_id(value: object) -> int | None:
         return None
 
 
+class StorageReference:
+    """The memory of a tensor, without keeping it.
+
+    Args:
+        tensor: one with memory of its own.
+
+    Attributes:
+        address: where the memory starts.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        storage = tensor.untyped_storage()
+        self.address = storage.data_ptr()
+        self._reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def is_alive(self) -> bool:
+        """Whether some tensor still has this memory."""
+        return not self._reference.expired()
+
+
 def is_static_address(node: torch.fx.Node, value: object) -> bool:
     """Whether a graph input was marked by `torch._dynamo.mark_static_address`.
 

@@ -11,6 +11,7 @@ import torch
 import torch.fx
 
 from compile_backend.cache import NotStorableError
+from compile_backend.torch_internals.partition import without_graphs_of_its_own
 from compile_backend.torch_internals.stored_code import Sizes, digest, packed, revive
 
 if TYPE_CHECKING:
@@ -27,12 +28,14 @@ class InductorArtefact:
         is_direct: `call` is Inductor's own code with none of AOTAutograd's wrappers around it.
         pack: the artefact as bytes for `load_with_inductor`, and which assumptions it holds
             under; raises `NotStorableError`.
+        code: Inductor's own object; None where there is not just one.
     """
 
     call: Callable[[list[Any]], Sequence[Any]]
     mutated_inputs: tuple[int, ...]
     is_direct: bool
     pack: Callable[[], tuple[bytes, str]]
+    code: Any = None
 
 
 def compile_with_inductor(
@@ -41,6 +44,8 @@ def compile_with_inductor(
     fake_mode: Any,
     config_patches: Mapping[str, Any],
     narrowed_to: str = "",
+    *,
+    is_partitioned: bool = False,
 ) -> InductorArtefact:
     """Compile one graph, and strip the wrappers that inference does not need.
 
@@ -55,6 +60,7 @@ def compile_with_inductor(
         fake_mode: the mode in whose `ShapeEnv` the sizes live.
         config_patches: Inductor settings for this graph only.
         narrowed_to: what the sizes are; Inductor's own cache cannot tell ranges apart.
+        is_partitioned: whether the settings are those of `partition_settings`.
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -62,6 +68,8 @@ def compile_with_inductor(
 
     def recording_compile(inner: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         graph_code, num_inputs = inner.code, _num_placeholders(inner)
+        if is_partitioned:
+            kwargs = without_graphs_of_its_own(kwargs)
         with _kernels_kept(), _cached_apart(narrowed_to):
             code = compile_fx_inner(inner, *args, **kwargs)
         is_inference = bool(kwargs.get("is_inference"))
@@ -87,7 +95,8 @@ def compile_with_inductor(
             raise NotStorableError("is compiled for gradients")
         return packed(seen[0], sizes, mutated, is_direct=is_direct)
 
-    return InductorArtefact(call, mutated, is_direct, pack)
+    code = seen[0].code if len(seen) == 1 else None
+    return InductorArtefact(call, mutated, is_direct, pack, code)
 
 
 @dataclass(frozen=True)
@@ -250,7 +259,7 @@ def load_with_inductor(
     if is_direct:
         with config.patch(dict(config_patches)), tracing(TracingContext(fake_mode)):
             revive(code, (), record["binaries"])
-        return InductorArtefact(_direct(code), record["mutated"], True, pack)
+        return InductorArtefact(_direct(code), record["mutated"], True, pack, code)
 
     def stored_compile(
         inner: torch.fx.GraphModule, given: Sequence[Any], *_: Any, **__: Any
@@ -263,4 +272,4 @@ def load_with_inductor(
     wrapped, _ = _compile_fx(
         make_graph_module(), inputs, fake_mode, config_patches, stored_compile
     )
-    return InductorArtefact(_spread(wrapped), record["mutated"], False, pack)
+    return InductorArtefact(_spread(wrapped), record["mutated"], False, pack, code)
