@@ -302,7 +302,6 @@ def test_query_length_of_uniform_decode_is_one_plus_the_guesses(guesses):
 @pytest.mark.parametrize(
     ("options", "refused"),
     [
-        ({"use_inductor_graph_partition": True}, "use_inductor_graph_partition"),
         *(
             ({"pass_config": {flag: True}}, flag)
             for flag in (
