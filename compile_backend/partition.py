@@ -153,6 +153,10 @@ class _Steps:
             self._slots.append(SharedBuffer(self.device))
         return self._slots[number]
 
+    def forget_slots(self) -> None:
+        """Give that memory back; graphs that read it are dropped, too."""
+        self._slots.clear()
+
 
 @dataclass(slots=True)
 class _Key:
@@ -306,6 +310,7 @@ class PartitionRunner:
     def reset(self) -> None:
         """Drop every graph and all static memory."""
         self._wrapper.reset()
+        self._steps.forget_slots()
         self._keys.clear()
         self._uncapturable.clear()
         self._own.clear()
