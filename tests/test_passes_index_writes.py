@@ -151,8 +151,10 @@ def allocated(code):
     ]
 
 
-@pytest.mark.parametrize("case", NO_COPIES)
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("case", "dynamic"),
+    [*((case, True) for case in NO_COPIES), ("slots of a layer", False), ("index_put_", False)],
+)
 def test_compiled_pieces_hold_no_copy_of_the_cache(case, dynamic):
     layer = wrapped(NO_COPIES[case])
     args = inputs()
