@@ -16,6 +16,7 @@ import torch
 from paged_toy import VOCABULARY, PagedToy, compiled, make_loop
 from ragged import CPU, FP8, Paged, Ragged, attention_step, bits
 from test_triton_attention import GPU_LENGTHS, Case, make_batch, needs_interpreter
+from torch._inductor.scheduler import BaseSchedulerNode
 from toy import MODES, dynamo_call
 
 import compile_backend
@@ -452,7 +453,6 @@ GPU_BACKENDS = {"triton": TritonAttention, "flash_attn_3": FlashAttention3}
 @pytest.mark.parametrize(
     "backend", ["sdpa", *(pytest.param(name, marks=pytest.mark.gpu) for name in GPU_BACKENDS)]
 )
-@pytest.mark.usefixtures("quick_captures")
 def test_every_mode_gives_what_it_gave(backend: str) -> None:
     """Captured or between graphs, with padding or without; one Dynamo trace for all modes."""
     device = torch.device("cpu" if backend == "sdpa" else "cuda")
@@ -474,6 +474,26 @@ def test_every_mode_gives_what_it_gave(backend: str) -> None:
         report = compile_backend.stats(called)
         assert report.passes["attn_fp8"] == 2 * report.graphs
         assert report.eager_sections == num_sections * report.graphs
+
+
+@pytest.mark.slow
+def test_inductor_parts_the_graph_at_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor parts graphs for GPUs only, so it is told that its nodes run on one."""
+    monkeypatch.setattr(BaseSchedulerNode, "is_gpu", lambda self: True)
+    model = Fp8Toy().to(torch.bfloat16)
+    model.register_buffer("scale", torch.tensor(0.004))
+    options = {"piece_compiler": "inductor", "use_inductor_graph_partition": True}
+    plain = compiled(model, **options)
+    fused = compiled(model, pass_config=ATTENTION_ONLY, **options)
+    with torch.compiler.config.patch(cache_key_tag="partitions on the CPU"):
+        ran, expected = logits_of(model, plain, "PIECEWISE", "sdpa")
+        also_ran, actual = logits_of(model, fused, "PIECEWISE", "sdpa")
+    assert also_ran == ran
+    assert all(map(torch.equal, actual, expected))
+    for called, num_fused in ((plain, 0), (fused, 2)):
+        report = compile_backend.stats(called)
+        assert report.partitions == 3 * report.graphs
+        assert report.passes.get("attn_fp8", 0) == num_fused * report.graphs
 
 
 @pytest.mark.slow
