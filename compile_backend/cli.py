@@ -15,6 +15,7 @@ import logging
 import shlex
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from compile_backend.cache import ArtefactCache, cache_directory, cache_size_byt
 from compile_backend.config import CompilationConfig, unavailable
 from compile_backend.errors import CaptureError, ConfigError
 from compile_backend.explain import explain
+from compile_backend.explain_html import as_page
 from compile_backend.once import WarnOnce
 from compile_backend.reports import columns, facts, stats_facts, stats_keys
 
@@ -109,6 +111,12 @@ def _parser() -> argparse.ArgumentParser:
         "prompt and for a decode step. Nothing is compiled or captured.",
     )
     _add_model_arguments(explaining)
+    explaining.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write one page on which each graph is drawn, besides what is printed",
+    )
     explaining.set_defaults(command=_explain)
     measuring = commands.add_parser(
         "bench",
@@ -241,6 +249,9 @@ def _generate(parsed: argparse.Namespace, progress: _Progress) -> int:
 
 def _explain(parsed: argparse.Namespace, progress: _Progress) -> int:
     options = _options(parsed, _DEFAULT_OPTIONS)
+    if parsed.html is not None and not parsed.html.parent.is_dir():
+        fix = "make the directory first, or name another file"
+        raise ConfigError("--html", str(parsed.html), "is in no directory that exists", fix)
     loaded = _load(parsed, progress)
     from compile_backend.llm.comparison import cache_len_for  # noqa: PLC0415
     from compile_backend.llm.generate import encode_prompt  # noqa: PLC0415
@@ -255,6 +266,9 @@ def _explain(parsed: argparse.Namespace, progress: _Progress) -> int:
     for name, inputs in calls.items():
         with progress.phase(f"trace the {name} call"):
             explanations[name] = explain(loaded.model, options=options, dynamic=False, **inputs())
+    if parsed.html is not None:
+        titles = {f"{name} call of {loaded.name}": told for name, told in explanations.items()}
+        parsed.html.write_text(as_page(titles), encoding="utf-8")
     if parsed.json:
         _print_json({name: told.as_dict() for name, told in explanations.items()})
         return 0

@@ -16,9 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compile_backend.config import CompilationConfig, CUDAGraphMode, unavailable
-from compile_backend.explanation import Cut, DistinctPiece, Explanation, GraphExplanation, KeySizes
+from compile_backend.explanation import (
+    Cut,
+    DistinctPiece,
+    Explanation,
+    GraphExplanation,
+    KeySizes,
+    SectionOutline,
+)
 from compile_backend.inputs import InputClass
+from compile_backend.op_names import op_name
 from compile_backend.piece_key import structural_key
+from compile_backend.pipeline import is_fused
 from compile_backend.plan import plan_graph
 from compile_backend.specialise import TokenDimension
 
@@ -89,8 +98,10 @@ class _Planner:
         self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         try:
+            before = str(graph_module.graph)
             plan = plan_graph(graph_module, example_inputs, self._config)
-            self.graphs.append(_explained(plan, self._parameter_names))
+            codes = before, str(graph_module.graph)
+            self.graphs.append(_explained(plan, self._parameter_names, codes))
         except Exception as error:
             self.error = error
             raise
@@ -134,7 +145,9 @@ def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
 # --- from a plan to an explanation -----------------------------------------------------------
 
 
-def _explained(plan: GraphPlan, parameter_names: Sequence[str]) -> GraphExplanation:
+def _explained(
+    plan: GraphPlan, parameter_names: Sequence[str], codes: tuple[str, str]
+) -> GraphExplanation:
     return GraphExplanation(
         pieces=_distinct_pieces(plan),
         cuts=_cuts(plan.split.eager_sections),
@@ -157,6 +170,23 @@ def _explained(plan: GraphPlan, parameter_names: Sequence[str]) -> GraphExplanat
         num_graphs=plan.num_graphs,
         passes={result.name: result.changed for result in plan.passes},
         num_partitions=0 if plan.partition is None else len(plan.split.pieces),
+        sections=tuple(map(_outline, plan.split.sections)),
+        code_before=codes[0],
+        code_after=codes[1],
+    )
+
+
+def _outline(section: Section) -> SectionOutline:
+    nodes = [node for node in section.module.graph.nodes if node.op.startswith("call_")]
+    fused = [node for node in nodes if is_fused(node)]
+    calls = Counter(name for node in (*fused, *nodes) if (name := op_name(node)) is not None)
+    calls.subtract(name for node in fused if (name := op_name(node)) is not None)
+    return SectionOutline(
+        name=section.name,
+        is_piece=section.is_piece,
+        calls=dict(calls),
+        num_fused=len(fused),
+        code=str(section.module.graph),
     )
 
 

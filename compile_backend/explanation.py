@@ -58,6 +58,25 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SectionOutline:
+    """One section, as it runs.
+
+    Attributes:
+        name: as in `DistinctPiece` and `Cut`.
+        is_piece: whether it is compiled; else it runs eagerly.
+        calls: how often each op is called, by name; the fused ones first.
+        num_fused: how many of these calls are ops that a fusion made.
+        code: what it computes, as FX writes it.
+    """
+
+    name: str
+    is_piece: bool
+    calls: Mapping[str, int]
+    num_fused: int
+    code: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeySizes:
     """Keys of one mode that differ in their number of tokens only.
 
@@ -95,6 +114,9 @@ class GraphExplanation:
         passes: how many places each rewrite of the graph changed, in the order they ran.
         num_partitions: partitions that Inductor is to make, if it keeps the order of ops; 0 where
             the graph is cut before. `stats` tells how many it made.
+        sections: pieces and eager sections, in the order they run.
+        code_before: the graph as Dynamo made it, as FX writes it.
+        code_after: the same behind the passes.
     """
 
     pieces: tuple[DistinctPiece, ...]
@@ -114,6 +136,9 @@ class GraphExplanation:
     num_graphs: int
     passes: Mapping[str, int]
     num_partitions: int = 0
+    sections: tuple[SectionOutline, ...] = ()
+    code_before: str = ""
+    code_after: str = ""
 
     @property
     def num_pieces(self) -> int:

@@ -19,6 +19,7 @@ from passes.constant_tensors import ConstantTensorsPass
 from passes.decompose_sizes import DecomposeSizesPass
 from passes.index_writes import IndexWritesPass
 from passes.noop import NoopPass
+from passes.ops_fp8 import OPS
 from passes.rms_norm_fp8 import RMSNormFp8Pass
 from passes.silu_mul_fp8 import SiluMulFp8Pass
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from passes.base import GraphPass
 
 logger = logging.getLogger(__name__)
+
+FUSED_OPS = frozenset((attention_fp8, *OPS.values()))
+"""The ops that fusions make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,11 @@ def run_passes(
     graph.lint()
     graph_module.recompile()
     return tuple(results)
+
+
+def is_fused(node: torch.fx.Node) -> bool:
+    """Whether a node calls an op that only fusions make."""
+    return node.op == "call_function" and node.target in FUSED_OPS
 
 
 def idle_passes(results: Iterable[PassResult]) -> list[str]:
