@@ -76,6 +76,16 @@ class CudagraphDispatcher:
         self._routes: list[_Routes] = []
         self._largest = -1
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Most requests in a batch that runs as one graph."""
+        return self._max_num_seqs
+
+    @property
+    def uniform_decode_query_len(self) -> int:
+        """Tokens of each request in a uniform decode batch."""
+        return self._query_len
+
     def initialize_cudagraph_keys(
         self,
         mode: CUDAGraphMode | str,

@@ -131,14 +131,16 @@ class KnownSteps:
     Args:
         loader: knows the memory.
         query_len: of uniform decode batches.
+        by_lengths: whether a batch's lengths can tell where it runs; else nothing is ever known.
     """
 
-    def __init__(self, loader: BatchLoader, query_len: int) -> None:
+    def __init__(self, loader: BatchLoader, query_len: int, *, by_lengths: bool = True) -> None:
         self._loader = loader
         self._query_len = query_len
         self._known: dict[CUDAGraphMode | None, dict[int, Known]] = {}
         builder: object = loader.builder
-        self._can_know = builder is None or isinstance(builder, FilledFromArrays)
+        is_readable = builder is None or isinstance(builder, FilledFromArrays)
+        self._can_know = by_lengths and is_readable
 
     def prepare(self, batch: Batch, highest: CUDAGraphMode | None) -> KnownStep | None:
         """The step to run for a batch, which lies in its memory then; None to do all by hand."""

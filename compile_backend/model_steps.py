@@ -56,18 +56,19 @@ class ModelSteps:
 
         Args:
             mode: PIECEWISE or NONE.
-            key: of the step.
+            key: of the step; at NONE it has more tokens than the batch where ranks agreed on that.
             batch: without padding.
             query_lens: of the batch, `[num_reqs]`.
             num_tokens: of the batch.
             pieces: at PIECEWISE, repeats the step past Dynamo where it can; None if nothing does.
 
         Returns:
-            What the model returns, padded at PIECEWISE.
+            What the model returns, with the padding of the key.
         """
-        is_padded = mode is CUDAGraphMode.PIECEWISE
+        has_graphs = mode is CUDAGraphMode.PIECEWISE
+        is_padded = has_graphs or key.num_tokens != num_tokens
         sizes = self.padded(key) if is_padded else (key.num_tokens, len(query_lens))
-        layout = self._loader.inputs.layout(*sizes, keep=is_padded)
+        layout = self._loader.inputs.layout(*sizes, keep=has_graphs)
         self._loader.load(layout, batch, query_lens, num_tokens)
         metadata = None
         if self._loader.builder is not None:
@@ -78,7 +79,7 @@ class ModelSteps:
                 return outputs
         arguments = self._loader.arguments(layout)
         call = functools.partial(self.call, *arguments)
-        own = key._replace(extra=(*key.extra, *of_runner(self.number))) if is_padded else key
+        own = key._replace(extra=(*key.extra, *of_runner(self.number))) if has_graphs else key
         with enter_forward_context(ForwardContext(metadata, mode, own), SetBy.USER):
             return call() if pieces is None else pieces.learn(key, call, arguments)
 

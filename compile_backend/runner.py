@@ -23,13 +23,14 @@ from compile_backend.capture_estimate import SAMPLE, extrapolate
 from compile_backend.capture_keys import CapturedKeys, capture_keys, told
 from compile_backend.config import CompilationConfig, CUDAGraphMode
 from compile_backend.dispatch import CudagraphDispatcher
-from compile_backend.errors import CaptureError, ConfigError
+from compile_backend.errors import CaptureError, ConfigError, number_of
 from compile_backend.full_steps import FullSteps
 from compile_backend.known_steps import NOT_RUN, KnownPieces, KnownSteps
 from compile_backend.model_steps import ModelSteps
 from compile_backend.once import WarnOnce
 from compile_backend.output_cut import OutputCut
 from compile_backend.piecewise_steps import PiecewiseSteps
+from compile_backend.runner_batch import Batch
 from compile_backend.runner_checks import (
     check_batch,
     check_device,
@@ -51,13 +52,15 @@ from compile_backend.torch_internals.dynamo import mark_step_input, size_1_like_
 from compile_backend.weights import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     import numpy.typing as npt
 
     from compile_backend.capture_estimate import CaptureEstimate
+    from compile_backend.dispatch import Route
+    from compile_backend.distributed import RankAgreement
     from compile_backend.resolve import Resolution
-    from compile_backend.runner_batch import Batch, MetadataBuilder
+    from compile_backend.runner_batch import MetadataBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +97,8 @@ class GraphModelRunner:
         output_shape: the leading sizes of what the model returns, `Dim`s and numbers; checked by
             `capture()`.
         max_loras: most adapters in a batch; 0 without adapters.
+        ranks: the processes that the model is spread over, which all run each step at one mode
+            and one size; `RankAgreement.over(group)`. None for a model in one process.
         device: where the model is.
 
     Raises:
@@ -113,6 +118,7 @@ class GraphModelRunner:
         metadata_builder: MetadataBuilder | None = None,
         output_shape: Sequence[int | Dim] = (Dim.NUM_TOKENS,),
         max_loras: int = 0,
+        ranks: RankAgreement | None = None,
         device: torch.device | str,
     ) -> None:
         self.config = (
@@ -130,6 +136,7 @@ class GraphModelRunner:
             else uniform_decode_query_len
         )
         self._max_num_seqs = max_num_seqs
+        self._ranks = ranks
         self._dispatcher = CudagraphDispatcher(
             self.config,
             max_num_seqs=max_num_seqs,
@@ -154,6 +161,15 @@ class GraphModelRunner:
                 on_new=None if self._compiled is None else _marked,
             )
         self._largest_size = sizes.mixed[-1]
+        # What all ranks must have in common, since each step has one size.
+        self._limits = {
+            "cudagraph_mode": self._asked.name,
+            "cudagraph_capture_sizes": (sizes.mixed, sizes.uniform),
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "uniform_decode_query_len": self._query_len,
+            "max_loras": max_loras,
+        }
         self._loader = BatchLoader(inputs, input_spec, metadata_builder)
         self._model_steps = ModelSteps(model, self._loader, max_num_seqs)
         self._engine = cudagraph_modes.new_engine(inputs.device)
@@ -176,7 +192,7 @@ class GraphModelRunner:
 
         Raises:
             ConfigError: the model returns something else than `output_shape` says; or with
-                `strict`, the mode cannot be had.
+                `strict`, the mode cannot be had; or the ranks have other settings.
         """
         check_memory_limit(max_bytes, self._loader.inputs.device)
         self._captured = None
@@ -186,9 +202,11 @@ class GraphModelRunner:
         plan = self._dispatcher.capture_plan()
         _, left_out = self._capture_keys(captured, plan, progress=progress, max_bytes=max_bytes)
         if left_out and max_bytes is not None:
-            mode = captured.resolution.mode
-            self._dispatcher.initialize_cudagraph_keys(mode, without=left_out)
             logger.warning("%s", told(left_out, max_bytes))
+        without = {*left_out, *self._held_by_some(captured, plan, left_out)}
+        if without:
+            mode = captured.resolution.mode
+            self._dispatcher.initialize_cudagraph_keys(mode, without=without)
         self._weights.note()
         self._captured = captured
 
@@ -231,9 +249,9 @@ class GraphModelRunner:
         """Run one step.
 
         Args:
-            batch: without padding.
-            highest_mode: never go above this mode, as when other ranks cannot, or when Python
-                hooks around attention must run.
+            batch: without padding; with `ranks`, one without requests runs along with the others.
+            highest_mode: never go above this mode, as when Python hooks around attention must
+                run; with `ranks`, none of them does.
 
         Returns:
             What the model returns, without padding. At FULL and PIECEWISE it is valid until the
@@ -265,6 +283,8 @@ class GraphModelRunner:
         to_learn = captured.known.key_of(batch, highest_mode)
         query_lens, num_tokens, is_uniform = self._count(batch.query_lens)
         num_reqs = len(query_lens)
+        if self._ranks is not None and not num_tokens:
+            return self._run_idle(captured, highest_mode)
         check_batch(
             batch,
             num_tokens,
@@ -280,36 +300,12 @@ class GraphModelRunner:
         descriptor = BatchDescriptor(
             num_tokens, num_reqs, is_uniform, num_loras > 0, num_loras, batch.extra
         )
-        mode, key = self._dispatcher.dispatch(
-            descriptor,
-            use_cascade_attn=batch.use_cascade_attn,
-            all_decode=all_decode,
-            highest_mode=highest_mode,
+        mode, key = self._route(
+            captured, descriptor, batch, all_decode=all_decode, highest_mode=highest_mode
         )
-        if mode is _FULL:
-            if captured.full.may_run(key):
-                outputs = captured.full.run(key, batch, query_lens, num_tokens)
-                if to_learn is not None:
-                    full = captured.full.known(key, num_tokens, num_reqs)
-                    if full is not None:
-                        captured.known.learn(to_learn, highest_mode, *full)
-                return outputs
-            mode, key = self._dispatcher.dispatch(descriptor, highest_mode=_PIECEWISE)
-        with torch.inference_mode(False), torch.no_grad():
-            pieces = captured.piecewise if mode is _PIECEWISE else None
-            padded = self._model_steps.run(mode, key, batch, query_lens, num_tokens, pieces)
-            outputs = self._cut(padded, num_tokens, num_reqs)
-        # At NONE nothing is told apart but the tokens: else every batch would be a row of its own.
-        stats = self._stats.at(mode, key.relaxed())
-        stats.steps += 1
-        stats.padding += key.num_tokens - num_tokens
-        if to_learn is not None and pieces is not None and pieces.knows(key):
-            inputs = self._loader.inputs
-            layout = inputs.layout(*self._model_steps.padded(key))
-            step = KnownPieces(
-                key, pieces, inputs, layout, self.builder, stats, self._cut, num_tokens, num_reqs
-            )
-            captured.known.learn(to_learn, highest_mode, layout, step)
+        outputs = self._run_at(captured, mode, key, batch, query_lens, num_tokens)
+        if to_learn is not None:
+            self._learn(captured, to_learn, highest_mode, mode, key, num_tokens, num_reqs)
         return outputs
 
     def report(self) -> RunnerReport:
@@ -338,12 +334,16 @@ class GraphModelRunner:
 
     def _prepare(self) -> _Captured:
         """Compile, and settle which keys there are."""
+        if self._ranks is not None:
+            self._ranks.check_same(self._limits)
         with torch.inference_mode(False), torch.no_grad():
             if self._compiled is not None:
                 self._model_steps.number = self._compiled.number_of(self)
                 cudagraph_modes.store_traces(self.model)
             self._compile()
             captured = self._settle()
+            if self._ranks is not None:
+                self._ranks.check_same({"cudagraph_mode": captured.resolution.mode.name})
             self._dispatcher.initialize_cudagraph_keys(captured.resolution.mode)
         return captured
 
@@ -361,6 +361,34 @@ class GraphModelRunner:
         return capture_keys(
             plan, warm_up, self._engine, self._meter, progress=progress, max_bytes=max_bytes
         )
+
+    def _held_by_some(
+        self,
+        captured: _Captured,
+        plan: Sequence[tuple[CUDAGraphMode, Sequence[BatchDescriptor]]],
+        left_out: Container[Route],
+    ) -> set[Route]:
+        """What this rank captured and another one did not: nobody may choose it."""
+        if self._ranks is None:
+            return set()
+        routes = [(mode, key) for mode, keys in plan for key in keys]
+        held = [
+            (mode, key) not in left_out and (mode is not _FULL or captured.full.may_run(key))
+            for mode, key in routes
+        ]
+        missing = [
+            route
+            for route, is_held in zip(routes, self._ranks.everywhere(held), strict=True)
+            if not is_held
+        ]
+        for mode, key in missing:
+            if (mode, key) not in left_out:
+                logger.warning(
+                    "%s of %s has no graph on some rank, so it runs at a lower mode on all",
+                    mode.name,
+                    number_of("token", key.num_tokens),
+                )
+        return set(missing)
 
     def _compile(self) -> None:
         """Run the largest batch eagerly: it compiles the model for sizes that change.
@@ -402,7 +430,7 @@ class GraphModelRunner:
         piecewise = None
         if self._compiled is not None:
             piecewise = PiecewiseSteps(self._compiled, self._weights)
-        known = KnownSteps(self._loader, self._query_len)
+        known = KnownSteps(self._loader, self._query_len, by_lengths=self._ranks is None)
         return _Captured(resolution, full, piecewise, known)
 
     def _warm_up(self, captured: _Captured, mode: CUDAGraphMode, key: BatchDescriptor) -> None:
@@ -425,6 +453,94 @@ class GraphModelRunner:
         lens = check_query_lens(query_lens)
         is_uniform = bool((lens == self._query_len).all())
         return lens.astype(np.int32, copy=False), int(np.add.reduce(lens)), is_uniform
+
+    def _route(
+        self,
+        captured: _Captured,
+        descriptor: BatchDescriptor,
+        batch: Batch,
+        *,
+        all_decode: bool | None,
+        highest_mode: CUDAGraphMode | None,
+    ) -> Route:
+        """Where a batch runs, among what graphs there are."""
+        ranks, dispatch = self._ranks, self._dispatcher.dispatch
+        if ranks is not None:
+            dispatch = functools.partial(ranks.dispatch, self._dispatcher)
+        mode, key = dispatch(
+            descriptor,
+            use_cascade_attn=batch.use_cascade_attn,
+            all_decode=all_decode,
+            highest_mode=highest_mode,
+        )
+        if mode is not _FULL or captured.full.may_run(key):
+            return mode, key
+        if ranks is not None:  # others may hold this graph: the size must stay
+            return _NONE, key
+        return self._dispatcher.dispatch(descriptor, highest_mode=_PIECEWISE)
+
+    def _run_at(
+        self,
+        captured: _Captured,
+        mode: CUDAGraphMode,
+        key: BatchDescriptor,
+        batch: Batch,
+        query_lens: npt.NDArray[np.int32],
+        num_tokens: int,
+    ) -> Any:
+        """A step whose way is known; what it returns is cut to the batch."""
+        if mode is _FULL:
+            return captured.full.run(key, batch, query_lens, num_tokens)
+        with torch.inference_mode(False), torch.no_grad():
+            pieces = captured.piecewise if mode is _PIECEWISE else None
+            padded = self._model_steps.run(mode, key, batch, query_lens, num_tokens, pieces)
+            outputs = self._cut(padded, num_tokens, len(query_lens))
+        # At NONE nothing is told apart but the tokens: else every batch would be a row of its own.
+        stats = self._stats.at(mode, key.relaxed())
+        stats.steps += 1
+        stats.padding += key.num_tokens - num_tokens
+        return outputs
+
+    def _run_idle(self, captured: _Captured, highest_mode: CUDAGraphMode | None) -> Any:
+        """A step of a rank without requests: as that of the others, on a batch that means nothing.
+
+        Returns:
+            What the model returns, without any rows.
+        """
+        nothing = BatchDescriptor(0, 0)
+        empty = Batch(query_lens=(), inputs={})
+        mode, key = self._route(
+            captured, nothing, empty, all_decode=None, highest_mode=highest_mode
+        )
+        num_reqs = key.num_reqs if mode is _FULL else self._model_steps.padded(key)[1]
+        batch = self._loader.capture_batch(key.num_tokens, num_reqs)
+        num_tokens = int(batch.query_lens.sum())
+        outputs = self._run_at(captured, mode, key, batch, batch.query_lens, num_tokens)
+        return self._cut(outputs, 0, 0)
+
+    def _learn(
+        self,
+        captured: _Captured,
+        to_learn: int,
+        highest_mode: CUDAGraphMode | None,
+        mode: CUDAGraphMode,
+        key: BatchDescriptor,
+        num_tokens: int,
+        num_reqs: int,
+    ) -> None:
+        """Take note of the step that just ran, if the next one like it may repeat it."""
+        pieces = captured.piecewise
+        if mode is _FULL:
+            full = captured.full.known(key, num_tokens, num_reqs)
+            if full is not None:
+                captured.known.learn(to_learn, highest_mode, *full)
+        elif mode is _PIECEWISE and pieces is not None and pieces.knows(key):
+            inputs, stats = self._loader.inputs, self._stats.at(mode, key.relaxed())
+            layout = inputs.layout(*self._model_steps.padded(key))
+            step = KnownPieces(
+                key, pieces, inputs, layout, self.builder, stats, self._cut, num_tokens, num_reqs
+            )
+            captured.known.learn(to_learn, highest_mode, layout, step)
 
     def _forget(self, captured: _Captured) -> None:
         """Drop what reads weights that are elsewhere now."""

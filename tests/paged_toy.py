@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from compile_backend.attention.backend import AttentionBackend
+    from compile_backend.distributed import RankAgreement
 
 HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY, MAX_MODEL_LEN = 4, 2, 16, 37, 48
 BLOCK_SIZE = 4
@@ -206,6 +207,7 @@ def make_loop(
     device: str = "cpu",
     is_captured: bool = True,
     as_config: bool = False,
+    ranks: RankAgreement | None = None,
     **options: Any,
 ) -> Loop:
     """A loop over a runner.
@@ -225,6 +227,7 @@ def make_loop(
         device: where a new model is, and the runner.
         is_captured: whether to capture.
         as_config: whether options are given as a config.
+        ranks: of the runner.
         **options: of the runner.
     """
     model = model or PagedToy().to(device)
@@ -240,6 +243,7 @@ def make_loop(
         max_num_batched_tokens=limits[1],
         uniform_decode_query_len=query_len,
         metadata_builder=builder or make_builder(model, num_blocks, backend),
+        ranks=ranks,
         device=device,
     )
     if is_captured:

@@ -1,0 +1,166 @@
+"""Ranks agree on mode and size before each step: the lowest mode and the largest size win.
+
+Steps of a model over several processes exchange data inside, so each rank must take part in every
+step, and with tensors of one size. Each rank tells what it would do by itself, and dispatches
+again under what all can do. Who runs the step, and on what, is not known here.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from compile_backend.config import CUDAGraphMode
+from compile_backend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from compile_backend.batch import BatchDescriptor
+    from compile_backend.dispatch import CudagraphDispatcher, Route
+
+    Least = Callable[[Sequence[int]], Sequence[int]]
+
+_FULL = CUDAGraphMode.FULL
+
+
+class RankAgreement:
+    """What the ranks of a group do together; each calls the same methods in the same order.
+
+    Args:
+        least: given as many numbers on each rank, the least of each over all ranks.
+    """
+
+    def __init__(self, least: Least) -> None:
+        self._least = least
+
+    @classmethod
+    def over(cls, group: dist.ProcessGroup | None = None) -> RankAgreement:
+        """The agreement of the ranks of a process group.
+
+        Each exchange is one small reduction between the hosts, whatever the devices do.
+
+        Args:
+            group: of `torch.distributed`; None is the default one.
+
+        Raises:
+            ConfigError: there is no process group, or it carries no tensors of the CPU.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            raise ConfigError(
+                "group",
+                group,
+                "has no ranks, since torch.distributed is not initialised",
+                "call torch.distributed.init_process_group first",
+            )
+        backends = dist.get_backend_config(group)
+        if "cpu:" not in backends:
+            raise ConfigError(
+                "group",
+                backends,
+                "carries no tensors of the CPU, and hosts agree without their devices",
+                "use torch.distributed.new_group(backend='gloo')",
+            )
+
+        def least(numbers: Sequence[int]) -> list[int]:
+            sent = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            dist.all_reduce(sent, dist.ReduceOp.MIN, group)
+            return [int(number) for number in sent.tolist()]
+
+        return cls(least)
+
+    def agree(self, mode: CUDAGraphMode, num_tokens: int) -> tuple[CUDAGraphMode, int]:
+        """The lowest mode and the largest size of all ranks.
+
+        Args:
+            mode: NONE, PIECEWISE or FULL: what this rank's dispatcher chose; FULL for a rank that
+                has nothing to run.
+            num_tokens: of this rank's batch; 0 for such a rank.
+        """
+        assert mode.is_valid_runtime_mode(), f"{mode.name} is no mode of a single batch"
+        lowest, largest = self._least((mode.value, -num_tokens))
+        return CUDAGraphMode(lowest), -largest
+
+    def dispatch(
+        self,
+        dispatcher: CudagraphDispatcher,
+        descriptor: BatchDescriptor,
+        *,
+        use_cascade_attn: bool = False,
+        all_decode: bool | None = None,
+        highest_mode: CUDAGraphMode | str | None = None,
+    ) -> Route:
+        """Where this rank's batch goes: for all ranks the same mode and the same size.
+
+        At NONE the size is that of the largest batch, so the step has to be padded there, too.
+        Dispatchers of all ranks must hold the same keys.
+
+        Args:
+            dispatcher: of this rank.
+            descriptor: this rank's batch before padding; one of 0 tokens where it has none, which
+                goes wherever the others do, and counts as 1 token if none has more.
+            use_cascade_attn: as for `CudagraphDispatcher.dispatch`.
+            all_decode: likewise.
+            highest_mode: likewise; on one rank, it holds for all.
+        """
+        if isinstance(highest_mode, str):
+            highest_mode = CUDAGraphMode.parse(highest_mode, option="highest_mode")
+        mode = _FULL if highest_mode is None else highest_mode
+        ask: Callable[..., Route] = functools.partial(
+            dispatcher.dispatch, use_cascade_attn=use_cascade_attn, all_decode=all_decode
+        )
+        route = None
+        if descriptor.num_tokens:
+            route = ask(descriptor, highest_mode=highest_mode)
+            mode = route[0]
+        else:  # nothing speaks against the graphs of decodes
+            ask, descriptor = dispatcher.dispatch, descriptor._replace(num_reqs=0, uniform=True)
+        agreed, num_tokens = self.agree(mode, descriptor.num_tokens)
+        if route is not None and (agreed, num_tokens) == (mode, descriptor.num_tokens):
+            return route
+        return ask(_grown(descriptor, max(1, num_tokens), dispatcher), highest_mode=agreed)
+
+    def check_same(self, settings: Mapping[str, Any]) -> None:
+        """Refuse settings that differ between ranks, on all of them.
+
+        Args:
+            settings: by name, the same names on each rank; compared by how they print.
+
+        Raises:
+            ConfigError: one of them differs; tells the first and this rank's value.
+        """
+        sums = [zlib.crc32(repr(value).encode()) for value in settings.values()]
+        least = self._least([*sums, *(-number for number in sums)])
+        for (name, value), low, high in zip(
+            settings.items(), least[: len(sums)], least[len(sums) :], strict=True
+        ):
+            if low != -high:
+                raise ConfigError(
+                    name,
+                    value,
+                    "differs between the ranks, whose steps would not fit each other",
+                    "give every rank the same",
+                )
+
+    def everywhere(self, facts: Sequence[bool]) -> list[bool]:
+        """For each fact, whether it holds on every rank."""
+        return [bool(fact) for fact in self._least([int(fact) for fact in facts])]
+
+
+def _grown(
+    descriptor: BatchDescriptor, num_tokens: int, dispatcher: CudagraphDispatcher
+) -> BatchDescriptor:
+    """A batch with padding, so that it has as many tokens as that of another rank.
+
+    Decodes are filled up by decodes, as far as there are graphs for so many requests.
+    """
+    query_len = dispatcher.uniform_decode_query_len
+    is_uniform = descriptor.uniform and descriptor.num_tokens == descriptor.num_reqs * query_len
+    num_reqs, remainder = divmod(num_tokens, query_len)
+    if not is_uniform or remainder or num_reqs > dispatcher.max_num_seqs:
+        return descriptor._replace(num_tokens=num_tokens, uniform=False)
+    return descriptor._replace(num_tokens=num_tokens, num_reqs=num_reqs)

@@ -1,0 +1,255 @@
+"""Ranks end in one mode and one size: the rule itself, and a runner beside ranks that are played.
+
+What real processes do is in `test_two_ranks`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_toy import VOCABULARY, make_loop
+
+from compile_backend.batch import BatchDescriptor
+from compile_backend.config import CompilationConfig, CUDAGraphMode
+from compile_backend.dispatch import CudagraphDispatcher
+from compile_backend.distributed import RankAgreement
+from compile_backend.errors import ConfigError
+from compile_backend.runner_batch import Batch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from compile_backend.dispatch import Route
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+RUNTIME_MODES = (NONE, PIECEWISE, FULL)
+
+
+def on_ranks(num_ranks: int, act: Callable[[int, RankAgreement], Any]) -> list[Any]:
+    """What `act` returns on each rank; a thread stands for a process."""
+    sent: list[Sequence[int]] = [()] * num_ranks
+    barrier = threading.Barrier(num_ranks, timeout=60)
+
+    def run(rank: int) -> Any:
+        def least(numbers: Sequence[int]) -> list[int]:
+            sent[rank] = numbers
+            barrier.wait()
+            result = [min(column) for column in zip(*sent, strict=True)]
+            barrier.wait()
+            return result
+
+        return act(rank, RankAgreement(least))
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(run, range(num_ranks)))
+
+
+class Peer:
+    """Stands for one more rank, which says what it is told to, and else agrees with everything."""
+
+    def __init__(self) -> None:
+        self.proposals: list[tuple[CUDAGraphMode, int]] = []
+
+    def __call__(self, numbers: Sequence[int]) -> list[int]:
+        if len(numbers) != 2 or not self.proposals:
+            return list(numbers)
+        mode, num_tokens = self.proposals.pop(0)
+        return [min(numbers[0], mode.value), min(numbers[1], -num_tokens)]
+
+
+# --- the rule ---------------------------------------------------------------------------------
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[CudagraphDispatcher, list[dict[str, Any]]]:
+    """A dispatcher that all ranks have, and what each brings to one step."""
+    query_len, max_num_seqs = draw(st.integers(1, 4)), draw(st.integers(1, 12))
+    dispatcher = CudagraphDispatcher(
+        CompilationConfig(
+            cudagraph_capture_sizes=tuple(sorted({4, *draw(st.sets(st.integers(1, 40)))}))
+        ),
+        max_num_seqs=max_num_seqs,
+        uniform_decode_query_len=query_len,
+    )
+    dispatcher.initialize_cudagraph_keys(draw(st.sampled_from(list(CUDAGraphMode))))
+
+    def batch() -> BatchDescriptor:
+        num_reqs = draw(st.integers(0, max_num_seqs))
+        if draw(st.booleans()):
+            return BatchDescriptor(num_reqs * query_len, num_reqs, uniform=True)
+        return BatchDescriptor(num_reqs + draw(st.integers(0, 40)) * bool(num_reqs), num_reqs)
+
+    asked = [
+        {
+            "descriptor": batch(),
+            "use_cascade_attn": draw(st.booleans()) and draw(st.booleans()),
+            "all_decode": draw(st.sampled_from([None, None, False])),
+            "highest_mode": draw(st.sampled_from([None, None, None, *RUNTIME_MODES])),
+        }
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    return dispatcher, asked
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps())
+def test_all_ranks_end_in_one_mode_and_size(
+    step: tuple[CudagraphDispatcher, list[dict[str, Any]]],
+) -> None:
+    """Hard case D12, and no rank goes above what it would do alone."""
+    dispatcher, asked = step
+    routes: list[Route] = on_ranks(
+        len(asked), lambda rank, ranks: ranks.dispatch(dispatcher, **asked[rank])
+    )
+    assert len({(mode, key.num_tokens) for mode, key in routes}) == 1
+    most = max(1, *(facts["descriptor"].num_tokens for facts in asked))
+    alone = [dispatcher.dispatch(**facts) for facts in asked if facts["descriptor"].num_tokens]
+    for mode, key in routes:
+        assert key.num_tokens >= most
+        assert mode.value <= min((route[0].value for route in alone), default=FULL.value)
+        assert mode is NONE or key in dispatcher.keys(mode)
+    if all(route == alone[0] for route in alone) and len(alone) == len(asked):
+        # Whoever agrees from the start loses nothing.
+        assert routes[0][0] is alone[0][0]
+
+
+@pytest.mark.parametrize("mode", RUNTIME_MODES)
+def test_lowest_mode_and_largest_size_win(mode: CUDAGraphMode) -> None:
+    proposals = [(FULL, 3), (mode, 40), (FULL, 7)]
+    agreed = on_ranks(3, lambda rank, ranks: ranks.agree(*proposals[rank]))
+    assert agreed == [(mode, 40)] * 3
+
+
+def test_modes_are_taken_by_name() -> None:
+    dispatcher = CudagraphDispatcher(CompilationConfig(), max_num_seqs=4)
+    dispatcher.initialize_cudagraph_keys("FULL_AND_PIECEWISE")
+    one = BatchDescriptor(1, 1, uniform=True)
+    routes = on_ranks(
+        2,
+        lambda rank, ranks: ranks.dispatch(
+            dispatcher, one, highest_mode="piecewise" if rank else None
+        ),
+    )
+    assert [mode for mode, _ in routes] == [PIECEWISE, PIECEWISE]
+
+
+def test_settings_that_differ_are_refused_on_every_rank() -> None:
+    def check(rank: int, ranks: RankAgreement) -> str:
+        ranks.check_same({"max_num_seqs": 8, "cudagraph_mode": "FULL"})
+        with pytest.raises(ConfigError) as caught:
+            ranks.check_same({"max_num_seqs": 8, "max_loras": rank})
+        return str(caught.value)
+
+    told = on_ranks(2, check)
+    assert told[1] == (
+        "max_loras=1 differs between the ranks, whose steps would not fit each other; "
+        "give every rank the same"
+    )
+    assert told[0].startswith("max_loras=0 differs")
+
+
+def test_facts_hold_where_they_hold_on_all_ranks() -> None:
+    facts = [[True, True, False], [True, False, False]]
+    held = on_ranks(2, lambda rank, ranks: ranks.everywhere(facts[rank]))
+    assert held == [[True, False, False]] * 2
+
+
+def test_a_process_group_must_exist() -> None:
+    with pytest.raises(ConfigError, match=r"not initialised; call .*init_process_group first"):
+        RankAgreement.over()
+
+
+# --- a runner ---------------------------------------------------------------------------------
+
+
+def test_a_runner_follows_the_other_ranks() -> None:
+    """Right results at the mode and the size that another rank asks for."""
+    peer = Peer()
+    loop = make_loop("FULL_AND_PIECEWISE", ranks=RankAgreement(peer))
+    first, second = loop.add([1, 2, 3]), loop.add([4, 5])
+    loop.step([(first, 3)])  # alone
+    peer.proposals = [(PIECEWISE, 7), (FULL, 3), (PIECEWISE, 2), (NONE, 20), (NONE, 1)]
+    loop.step([(second, 2)])  # another rank has a prompt of 7 tokens
+    loop.step(loop.grow(first))  # and now 3 decodes
+    loop.step(loop.grow(first, second))  # and now another prompt, of 2
+    loop.step(loop.grow(first))  # one that is too large for all graphs
+    loop.step(loop.grow(first, second))  # one that must run without, though it is small
+    assert loop.ran() == {"FULL": [4], "PIECEWISE": [2, 4, 8], "NONE": [2, 20]}
+    assert not peer.proposals
+
+
+def test_a_rank_without_requests_runs_along() -> None:
+    """At every mode, and without a trace in the caches of requests that wait."""
+    peer = Peer()
+    loop = make_loop("FULL_AND_PIECEWISE", ranks=RankAgreement(peer))
+    request = loop.add([1, 2, 3])
+    loop.step([(request, 3)])
+    peer.proposals = [(FULL, 3), (PIECEWISE, 5), (NONE, 50)]
+    for _ in range(3):
+        logits = loop.runner.run(Batch(query_lens=[], inputs={}))
+        assert logits.shape == (0, VOCABULARY)
+    assert loop.ran() == {"FULL": [4], "PIECEWISE": [4, 8], "NONE": [50]}
+    logits = loop.runner.run(Batch(query_lens=(), inputs={}))  # nobody has any
+    assert logits.shape == (0, VOCABULARY)
+    assert loop.ran()["FULL"] == [1, 4]
+    for _ in range(3):
+        loop.step(loop.grow(request))
+
+
+def test_no_step_is_known_by_its_lengths_where_others_decide() -> None:
+    peer = Peer()
+    loop = make_loop("FULL", is_compiled=False, ranks=RankAgreement(peer))
+    request = loop.add([1, 2, 3])
+    loop.step([(request, 3)])
+    for num_tokens in (1, 6, 1, 12):
+        peer.proposals = [(FULL, num_tokens)]
+        loop.step(loop.grow(request))
+    assert loop.ran() == {"FULL": [1, 1, 4, 8, 16]}
+
+
+def test_highest_mode_of_one_rank_holds_for_all() -> None:
+    peer = Peer()
+    loop = make_loop("FULL", is_compiled=False, ranks=RankAgreement(peer))
+    request = loop.add([1, 2, 3])
+    peer.proposals = [(FULL, 4)]
+    loop.step([(request, 3)], highest_mode=NONE)
+    assert loop.ran() == {"NONE": [4]}
+
+
+def test_what_one_rank_could_not_capture_runs_at_a_lower_mode_on_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def least(numbers: Sequence[int]) -> list[int]:
+        answer = list(numbers)
+        if len(numbers) == 6:  # one for each key: pieces of 4, 2 and 1 tokens, then full graphs
+            assert answer == [1] * 6
+            answer[3] = 0
+        return answer
+
+    with caplog.at_level(logging.WARNING):
+        loop = make_loop(sizes=[1, 2, 4], limits=(8, 16), ranks=RankAgreement(least))
+    assert [record.getMessage() for record in caplog.records] == [
+        "FULL of 4 tokens has no graph on some rank, so it runs at a lower mode on all"
+    ]
+    requests = [loop.add([i, i + 1]) for i in range(4)]
+    loop.step([(requests[0], 2), (requests[1], 2)])
+    loop.step([(requests[2], 2), (requests[3], 2)])
+    loop.step(loop.grow(*requests))
+    loop.step(loop.grow(*requests[:2]))
+    assert loop.ran() == {"FULL": [2], "PIECEWISE": [4, 4, 4]}
+
+
+def test_ranks_with_other_limits_are_refused() -> None:
+    def least(numbers: Sequence[int]) -> list[int]:
+        answer = list(numbers)
+        answer[2] -= 1  # of the third setting
+        return answer
+
+    with pytest.raises(ConfigError, match="max_num_seqs=8 differs between the ranks"):
+        make_loop("FULL", is_compiled=False, ranks=RankAgreement(least))
