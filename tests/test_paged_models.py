@@ -7,6 +7,8 @@ matter. Numbers may differ by what float32 itself costs the plain model.
 from __future__ import annotations
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -329,6 +331,19 @@ def test_a_function_chooses_the_backend_of_each_layer() -> None:
         "flex_attention",
     ]
     assert paged.builder.support is AttentionCGSupport.ALWAYS
+
+
+def test_threads_page_models_of_their_own_at_once() -> None:
+    models = [ARCHITECTURES["qwen3"].make() for _ in range(4)]
+    starts = threading.Barrier(len(models))
+
+    def layers(model: PreTrainedModel) -> list[str]:
+        starts.wait()
+        return [*paged_model(model, num_blocks=2, backend="sdpa").builder.layers]
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        found = [*pool.map(layers, models)]
+    assert found == [["0", "1"]] * len(models)
 
 
 def test_weights_are_left_as_they_are() -> None:

@@ -7,6 +7,7 @@ attention finds the requests in the forward context.
 from __future__ import annotations
 
 import contextlib
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 INTERFACE = "cudagraph_modes"
 _PROBE = "cudagraph_modes_probe"
+_ONE_AT_A_TIME = threading.RLock()  # transformers knows interfaces by name, in all threads
 
 CAUSAL_LM_INPUTS = (
     InputSpec("input_ids", (1, Dim.NUM_TOKENS), torch.int64),
@@ -176,6 +178,8 @@ def attention_through(
 ) -> Iterator[None]:
     """Have a model call another attention; a model that is refused still runs as before.
 
+    Other threads that ask for it wait.
+
     Args:
         model: of transformers.
         name: under which transformers will know the interface.
@@ -185,12 +189,13 @@ def attention_through(
 
     set_implementation: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
     before = str(model.config._attn_implementation)  # type: ignore[union-attr]  # noqa: SLF001
-    AttentionInterface.register(name, interface)
-    set_implementation(name)
-    try:
-        yield
-    finally:
-        set_implementation(before)
+    with _ONE_AT_A_TIME:
+        AttentionInterface.register(name, interface)
+        set_implementation(name)
+        try:
+            yield
+        finally:
+            set_implementation(before)
 
 
 def _probe(model: torch.nn.Module) -> tuple[Mapping[str, AttentionSpec], torch.dtype]:
