@@ -15,6 +15,7 @@ import torch
 
 from compile_backend.backend import stats
 from compile_backend.bench.figures import cell, spread
+from compile_backend.bench.fp8_linears import replace_linears
 from compile_backend.bench.paged_batches import decode, prefill
 from compile_backend.bench.paged_ways import make_runner, on_paged_cache, run_at
 from compile_backend.bench.rounds import Clock, measure
@@ -23,53 +24,12 @@ from compile_backend.bench.shapes import SHAPES, make_model
 if TYPE_CHECKING:
     from compile_backend.bench.rounds import Step
 
-FP8 = torch.float8_e4m3fn
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 VARIANTS: dict[str, dict[str, bool]] = {
     "off": {},
     "enable_fusion": {"enable_noop": True, "enable_fusion": True},
     "enable_attn_fusion": {"enable_attn_fusion": True},
     "both": {"enable_noop": True, "enable_fusion": True, "enable_attn_fusion": True},
 }
-
-
-class Fp8Linear(torch.nn.Module):
-    """A linear layer that multiplies 8-bit floats, and quantises its input by a static scale.
-
-    Args:
-        linear: whose weights are quantised.
-    """
-
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__()
-        weight = linear.weight.detach().float()
-        scale = weight.abs().amax() / torch.finfo(FP8).max
-        self.register_buffer("weight", (weight / scale).to(FP8))
-        self.register_buffer("weight_scale", scale)
-        self.register_buffer("input_scale", torch.tensor(0.02, device=weight.device))
-        self.dtype = linear.weight.dtype
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., in]` to `[..., out]`, in the dtype of the model."""
-        rows = x.reshape(-1, x.shape[-1])
-        quantised = (rows.float() / self.input_scale).clamp(-448, 448).to(FP8)
-        made = torch._scaled_mm(
-            quantised,
-            self.weight.t(),
-            scale_a=self.input_scale,
-            scale_b=self.weight_scale,
-            out_dtype=self.dtype,
-        )
-        return made.view(*x.shape[:-1], made.shape[-1])
-
-
-def quantise(module: torch.nn.Module) -> None:
-    """Replace the linear layers of attention and MLP in place; embeddings and head stay."""
-    for name, child in module.named_children():
-        if isinstance(child, torch.nn.Linear) and name in LINEARS:
-            setattr(module, name, Fp8Linear(child))
-        else:
-            quantise(child)
 
 
 def main() -> None:
@@ -85,7 +45,7 @@ def main() -> None:
     largest = max(shape.prefills)
     with torch.no_grad():
         model = make_model(shape, device).to(torch.bfloat16)
-        quantise(model)
+        replace_linears(model, "static", input_scale=0.02)
         paged = on_paged_cache(model, shape, arguments.attention)
         works = [*map(decode, [shape] * len(shape.decodes), shape.decodes)]
         works += map(prefill, shape.prefills)

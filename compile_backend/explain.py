@@ -178,14 +178,13 @@ def _explained(
 
 def _outline(section: Section) -> SectionOutline:
     nodes = [node for node in section.module.graph.nodes if node.op.startswith("call_")]
-    fused = [node for node in nodes if is_fused(node)]
-    calls = Counter(name for node in (*fused, *nodes) if (name := op_name(node)) is not None)
-    calls.subtract(name for node in fused if (name := op_name(node)) is not None)
+    nodes.sort(key=is_fused, reverse=True)  # the others stay in their order
+    names = [name for node in nodes if (name := op_name(node)) is not None]
     return SectionOutline(
         name=section.name,
         is_piece=section.is_piece,
-        calls=dict(calls),
-        num_fused=len(fused),
+        calls=Counter(names),
+        num_fused=sum(map(is_fused, nodes)),
         code=str(section.module.graph),
     )
 

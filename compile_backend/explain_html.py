@@ -7,13 +7,14 @@ the modes capture. Everything is taken from the explanation; this file works not
 from __future__ import annotations
 
 from html import escape
+from itertools import starmap
 from typing import TYPE_CHECKING
 
 from compile_backend.errors import number_of
 from compile_backend.reports import compact_sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from compile_backend.explanation import (
         Explanation,
@@ -44,7 +45,7 @@ def as_page(explanations: Mapping[str, Explanation]) -> str:
         explanations: by a title for each.
     """
     parts = [
-        f"<h1>{escape(title)}</h1>" + "".join(_graph(graph, i) for i, graph in _numbered(told))
+        f"<h1>{escape(title)}</h1>" + "".join(starmap(_graph, enumerate(told.graphs, start=1)))
         for title, told in explanations.items()
     ]
     title = escape(", ".join(explanations))
@@ -54,11 +55,7 @@ def as_page(explanations: Mapping[str, Explanation]) -> str:
     )
 
 
-def _numbered(told: Explanation) -> Iterable[tuple[int, GraphExplanation]]:
-    return enumerate(told.graphs, start=1)
-
-
-def _graph(graph: GraphExplanation, number: int) -> str:
+def _graph(number: int, graph: GraphExplanation) -> str:
     sections = [
         _details(f"{section.name}: {_calls_text(section)}", section.code)
         for section in graph.sections

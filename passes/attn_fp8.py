@@ -27,8 +27,9 @@ import torch.fx
 
 from passes.building import call_function, fill_value
 from passes.fp8_fusion import refresh
-from passes.fp8_quantisation import FP8, STATIC, Quantisation, quantisations
+from passes.fp8_quantisation import STATIC, Quantisation, quantisations
 from passes.matching import FLOATS, called, is_alike, is_contiguous, tensor_of
+from passes.ops_fp8 import FP8
 from passes.reading import Memory, memory_of
 
 if TYPE_CHECKING:

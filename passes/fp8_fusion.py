@@ -14,12 +14,14 @@ import torch
 import torch.fx
 
 from passes.building import call_function, call_method, fill_value
-from passes.fp8_quantisation import PER_TENSOR, STATIC, Quantisation
+from passes.fp8_quantisation import PER_TENSOR, STATIC, Quantisation, quantisations
 from passes.matching import is_contiguous, keeps_rows, new_sizes
 from passes.reading import Memory, memory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    Found = Mapping[torch.fx.Node, Sequence[Quantisation]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,31 @@ class Group:
         return self.made | frozenset(inner) | frozenset(self.results)
 
 
+def fuse_each(
+    graph: torch.fx.Graph, fuse_at: Callable[[torch.fx.Node, Found, Memory], set[int | None]]
+) -> int:
+    """Try every node; return how many were fused.
+
+    Args:
+        graph: to rewrite.
+        fuse_at: given a node, all quantisations of the graph and its memory: fuses what the node
+            gives, and returns what `fuse` does; an empty set where it fuses nothing.
+    """
+    found, memory = quantisations(graph), Memory.of(graph)
+    stale: set[int | None] = set()
+    fused = 0
+    for node in list(graph.nodes):
+        done = fuse_at(node, found, memory)
+        stale |= done
+        fused += bool(done)
+    refresh(graph, stale)
+    return fused
+
+
 def group_of(
     value: torch.fx.Node,
     made: frozenset[torch.fx.Node],
-    found: Mapping[torch.fx.Node, Sequence[Quantisation]],
+    found: Found,
     memory: Memory,
 ) -> Group | None:
     """The group of a value; None where it may not be fused.
@@ -91,7 +114,7 @@ def group_of(
 def _reached(
     node: torch.fx.Node,
     views: tuple[torch.fx.Node, ...],
-    found: Mapping[torch.fx.Node, Sequence[Quantisation]],
+    found: Found,
 ) -> list[tuple[Quantisation, tuple[torch.fx.Node, ...]]]:
     """The quantisations of a node and of what only has another shape."""
     reached = [(one, views) for one in found.get(node, ())]

@@ -35,9 +35,8 @@ from passes.matching import (
     single,
     tensor_of,
 )
+from passes.ops_fp8 import FP8, FP8_MAX
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max
 STATIC, PER_TOKEN, PER_TENSOR = "static", "per_token", "per_tensor"
 
 

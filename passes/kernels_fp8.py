@@ -17,8 +17,13 @@ import triton.language as tl
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    _Given = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+    _Made = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
 MAX_ROW = 65536
 """Elements of a row that one program can hold."""
+
+_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 _SCALES_AT_ONCE = 3
 """Static scales of one launch: those of queries, keys and values."""
@@ -55,20 +60,8 @@ def norm_rows(
         least: the smallest scale of a row.
         multiplies: by the scale, or by the reciprocal of a dynamic one.
     """
-    for first in range(0, max(1, len(scales)), _SCALES_AT_ONCE):
-        some = scales[first : first + _SCALES_AT_ONCE]
-        if first:  # the sum is there by now
-            x, residual, summed = x if summed is None else summed, None, None
-        _launch(
-            (x, residual, weight, summed),
-            True,
-            eps,
-            (made, largest, scale),
-            some,
-            quantised[first : first + max(1, len(some))],
-            least,
-            multiplies=multiplies,
-        )
+    given, kept = (x, residual, weight, summed), (made, largest, scale)
+    _launch(given, True, eps, kept, scales, quantised, least, multiplies=multiplies)
 
 
 def silu_mul_rows(
@@ -84,60 +77,55 @@ def silu_mul_rows(
     multiplies: bool,
 ) -> None:
     """`silu(gate) * up` of rows, quantised likewise; arguments as for `norm_rows`."""
-    for first in range(0, max(1, len(scales)), _SCALES_AT_ONCE):
-        some = scales[first : first + _SCALES_AT_ONCE]
-        _launch(
-            (gate, up, None, None),
-            False,
-            0.0,
-            (made, largest, scale),
-            some,
-            quantised[first : first + max(1, len(some))],
-            least,
-            multiplies=multiplies,
-        )
+    given, kept = (gate, up, None, None), (made, largest, scale)
+    _launch(given, False, 0.0, kept, scales, quantised, least, multiplies=multiplies)
 
 
 def _launch(
-    given: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    given: _Given,
     is_norm: bool,  # noqa: FBT001
     eps: float,
-    made: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    made: _Made,
     scales: Sequence[torch.Tensor],
     quantised: Sequence[torch.Tensor],
     least: float,
     *,
     multiplies: bool,
 ) -> None:
+    """By all static scales, as many at once as one launch takes."""
     x, other, weight, summed = given
     num_rows, size = x.shape
     if not num_rows:
         return
     block = triton.next_power_of_2(size)
     spare = [x] * _SCALES_AT_ONCE  # pointers that are never followed
-    _rows_kernel[(num_rows,)](
-        x,
-        x if other is None else other,
-        x if weight is None else weight,
-        x if summed is None else summed,
-        *(x if each is None else each for each in made),
-        *[*scales, *spare][:_SCALES_AT_ONCE],
-        *[*quantised, *spare][:_SCALES_AT_ONCE],
-        x.stride(0),
-        x.stride(0) if other is None else other.stride(0),
-        eps,
-        least,
-        SIZE=size,
-        BLOCK=block,
-        IS_NORM=is_norm,
-        HAS_OTHER=other is not None,
-        KEEPS=made[0] is not None,
-        PER_TOKEN=made[2] is not None,
-        NUM_SCALES=len(scales),
-        MULTIPLIES=multiplies,
-        FP8_MAX=torch.finfo(torch.float8_e4m3fn).max,
-        num_warps=min(16, max(4, block // 512)),
-    )
+    for first in range(0, max(1, len(scales)), _SCALES_AT_ONCE):
+        if first and summed is not None:  # the sum is there by now
+            x, other, summed = summed, None, None
+        some = scales[first : first + _SCALES_AT_ONCE]
+        _rows_kernel[(num_rows,)](
+            x,
+            x if other is None else other,
+            x if weight is None else weight,
+            x if summed is None else summed,
+            *(x if each is None else each for each in made),
+            *[*some, *spare][:_SCALES_AT_ONCE],
+            *[*quantised[first:], *spare][:_SCALES_AT_ONCE],
+            x.stride(0),
+            x.stride(0) if other is None else other.stride(0),
+            eps,
+            least,
+            SIZE=size,
+            BLOCK=block,
+            IS_NORM=is_norm,
+            HAS_OTHER=other is not None,
+            KEEPS=made[0] is not None,
+            PER_TOKEN=made[2] is not None,
+            NUM_SCALES=len(some),
+            MULTIPLIES=multiplies,
+            FP8_MAX=_FP8_MAX,
+            num_warps=min(16, max(4, block // 512)),
+        )
 
 
 def quantise_by_largest(
@@ -169,7 +157,7 @@ def quantise_by_largest(
         least,
         BLOCK=block,
         MULTIPLIES=multiplies,
-        FP8_MAX=torch.finfo(torch.float8_e4m3fn).max,
+        FP8_MAX=_FP8_MAX,
         num_warps=8,
     )
 

@@ -19,13 +19,13 @@ After::
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
 
-from passes.fp8_fusion import Group, fuse, group_of, place_of, refresh
-from passes.fp8_quantisation import PER_TOKEN, STATIC, quantisations
+from passes.fp8_fusion import Group, fuse, fuse_each, group_of, place_of
+from passes.fp8_quantisation import PER_TOKEN, STATIC
 from passes.matching import (
     FLOATS,
     cast,
@@ -42,7 +42,10 @@ from passes.matching import (
     total,
 )
 from passes.ops_fp8 import OPS
-from passes.reading import Memory
+
+if TYPE_CHECKING:
+    from passes.fp8_fusion import Found
+    from passes.reading import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +75,19 @@ class RMSNormFp8Pass:
 
     def __call__(self, graph: torch.fx.Graph) -> int:
         """Rewrite `graph` in place; return the number of norms that were fused."""
-        found = quantisations(graph)
-        memory = Memory.of(graph)
-        stale: set[int | None] = set()
-        fused = 0
-        for node in list(graph.nodes):
-            norm = norm_of(node)
-            group = norm and group_of(node, norm.nodes, found, memory)
-            if norm and group and not memory.may_be_written(norm.source):
-                done = _fused(norm, group, memory)
-                stale |= done
-                fused += bool(done)
-        refresh(graph, stale)
-        return fused
+        return fuse_each(graph, _fuse_at)
 
     def uuid(self) -> str:
         """Identifies this version of the rewrite."""
         return "rms_norm_fp8-1"
+
+
+def _fuse_at(node: torch.fx.Node, found: Found, memory: Memory) -> set[int | None]:
+    norm = norm_of(node)
+    if norm is None or memory.may_be_written(norm.source):
+        return set()
+    group = group_of(node, norm.nodes, found, memory)
+    return set() if group is None else _fused(norm, group, memory)
 
 
 def norm_of(node: torch.fx.Node) -> Norm | None:

@@ -13,16 +13,19 @@ After::
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
 
-from passes.fp8_fusion import Group, fuse, group_of, place_of, refresh
-from passes.fp8_quantisation import PER_TOKEN, STATIC, quantisations
+from passes.fp8_fusion import Group, fuse, fuse_each, group_of, place_of
+from passes.fp8_quantisation import PER_TOKEN, STATIC
 from passes.matching import FLOATS, called, is_alike, product, tensor_of
 from passes.ops_fp8 import OPS
-from passes.reading import Memory
+
+if TYPE_CHECKING:
+    from passes.fp8_fusion import Found
+    from passes.reading import Memory
 
 
 class SiluMulFp8Pass:
@@ -35,25 +38,20 @@ class SiluMulFp8Pass:
 
     def __call__(self, graph: torch.fx.Graph) -> int:
         """Rewrite `graph` in place; return the number of products that were fused."""
-        found = quantisations(graph)
-        memory = Memory.of(graph)
-        stale: set[int | None] = set()
-        fused = 0
-        for node in list(graph.nodes):
-            factors = _gate_and_up(node)
-            if factors is None:
-                continue
-            gate, up, silu = factors
-            group = group_of(node, frozenset({node, silu}), found, memory)
-            done = _fused(gate, up, group, memory) if group is not None else set()
-            stale |= done
-            fused += bool(done)
-        refresh(graph, stale)
-        return fused
+        return fuse_each(graph, _fuse_at)
 
     def uuid(self) -> str:
         """Identifies this version of the rewrite."""
         return "silu_mul_fp8-1"
+
+
+def _fuse_at(node: torch.fx.Node, found: Found, memory: Memory) -> set[int | None]:
+    factors = _gate_and_up(node)
+    if factors is None:
+        return set()
+    gate, up, silu = factors
+    group = group_of(node, frozenset({node, silu}), found, memory)
+    return set() if group is None else _fused(gate, up, group, memory)
 
 
 def _gate_and_up(

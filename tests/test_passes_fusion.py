@@ -15,6 +15,7 @@ import torch
 from toy import MODES, counts, dynamo_call, toy_options
 
 import compile_backend
+from compile_backend.bench.fp8_linears import KINDS
 from compile_backend.config import CUDAGraphMode
 from compile_backend.explain import explain
 from passes.fp8_quantisation import PER_TENSOR, PER_TOKEN, STATIC, quantisations
@@ -537,7 +538,7 @@ def logits_of(model, num_requests, num_tokens):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*(("llama", kind) for kind in fp8_models.KINDS), ("qwen3", "static"), ("mixtral", "token")],
+    [*(("llama", kind) for kind in KINDS), ("qwen3", "static"), ("mixtral", "token")],
 )
 def test_models_are_fused_at_every_layer(name, kind):
     model = fp8_models.fp8_model(name, kind)
