@@ -249,9 +249,8 @@ def _generate(parsed: argparse.Namespace, progress: _Progress) -> int:
 
 def _explain(parsed: argparse.Namespace, progress: _Progress) -> int:
     options = _options(parsed, _DEFAULT_OPTIONS)
-    if parsed.html is not None and not parsed.html.parent.is_dir():
-        fix = "make the directory first, or name another file"
-        raise ConfigError("--html", str(parsed.html), "is in no directory that exists", fix)
+    if parsed.html is not None:
+        _check_page(parsed.html)
     loaded = _load(parsed, progress)
     from compile_backend.llm.comparison import cache_len_for  # noqa: PLC0415
     from compile_backend.llm.generate import encode_prompt  # noqa: PLC0415
@@ -268,7 +267,7 @@ def _explain(parsed: argparse.Namespace, progress: _Progress) -> int:
             explanations[name] = explain(loaded.model, options=options, dynamic=False, **inputs())
     if parsed.html is not None:
         titles = {f"{name} call of {loaded.name}": told for name, told in explanations.items()}
-        parsed.html.write_text(as_page(titles), encoding="utf-8")
+        _write_page(parsed.html, as_page(titles))
     if parsed.json:
         _print_json({name: told.as_dict() for name, told in explanations.items()})
         return 0
@@ -277,6 +276,23 @@ def _explain(parsed: argparse.Namespace, progress: _Progress) -> int:
         out.rule(f"{name} call of {escape(loaded.name)}")
         out.print(told)
     return 0
+
+
+def _check_page(path: Path) -> None:
+    """Refuse a file that surely cannot be written, before anything takes long."""
+    if not path.parent.is_dir():
+        fix = "make the directory first, or name another file"
+        raise ConfigError("--html", str(path), "is in no directory that exists", fix)
+    if path.is_dir():
+        raise ConfigError("--html", str(path), "is a directory", "name a file")
+
+
+def _write_page(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror}"
+        raise ConfigError("--html", str(path), problem, "name another file") from error
 
 
 def _bench(parsed: argparse.Namespace, progress: _Progress) -> int:

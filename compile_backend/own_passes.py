@@ -41,13 +41,16 @@ class OwnPass:
         Raises:
             ConfigError: it fails, returns something else, or leaves a graph that is not sound.
         """
-        before = str(graph)
+        before, ends = str(graph), _ends(graph)
         try:
             changed = self.function(graph)
             graph.lint()
         except Exception as error:
             problem = f"failed on a graph: {type(error).__name__}: {error}"
             raise self._error(problem, "repair it or leave it out") from error
+        if _ends(graph) != ends:
+            problem = "changed which inputs a graph takes, or took its output away"
+            raise self._error(problem, "rewrite what is between these")
         if changed is None:
             return int(str(graph) != before)
         if type(changed) is not int or changed < 0:
@@ -60,16 +63,30 @@ class OwnPass:
 
         That is what its own `uuid()` says, else its source, for a function that takes nothing
         from around it by closure or default.
+
+        Raises:
+            ConfigError: its own `uuid()` fails.
         """
         of_its_own = getattr(self.function, "uuid", None)
         if callable(of_its_own):
-            said = of_its_own()
+            try:
+                said = of_its_own()
+            except Exception as error:
+                problem = (
+                    f"cannot be told apart, its uuid() failed: {type(error).__name__}: {error}"
+                )
+                raise self._error(problem, "repair it, or return None there") from error
             return None if said is None else f"{self.name}: {said!r}"
         source = _source_of(self.function)
         return None if source is None else f"{self.name}: {source}"
 
     def _error(self, problem: str, fix: str) -> ConfigError:
         return ConfigError(OPTION, {self.name: self.function}, problem, fix)
+
+
+def _ends(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """What the caller of a graph sees of it: its inputs in order, and its output."""
+    return [node for node in graph.nodes if node.op in ("placeholder", "output")]
 
 
 def own_passes(entries: Mapping[str, Any], taken: frozenset[str]) -> tuple[OwnPass, ...]:

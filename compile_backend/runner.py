@@ -37,6 +37,7 @@ from compile_backend.runner_checks import (
     check_memory_limit,
     check_outputs,
     check_query_lens,
+    check_ranks,
 )
 from compile_backend.runner_mode import NOT_COMPILED, mode_asked, resolve_for_runner
 from compile_backend.runner_report import (
@@ -136,6 +137,7 @@ class GraphModelRunner:
             else uniform_decode_query_len
         )
         self._max_num_seqs = max_num_seqs
+        check_ranks(ranks)
         self._ranks = ranks
         self._dispatcher = CudagraphDispatcher(
             self.config,

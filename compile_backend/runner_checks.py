@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from compile_backend.distributed import RankAgreement
 from compile_backend.errors import ConfigError, number_of
 from compile_backend.step_inputs import Dim
 from compile_backend.torch_internals.graphs import tree_leaves
@@ -49,6 +50,20 @@ def check_memory_limit(max_bytes: int | None, device: torch.device) -> None:
             f"cannot be kept on {device}, where no memory is measured",
             "leave it out, or lower max_cudagraph_capture_size",
         )
+
+
+def check_ranks(ranks: object) -> None:
+    """Refuse what ranks cannot agree by.
+
+    Args:
+        ranks: a `RankAgreement`, or None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if ranks is not None and not isinstance(ranks, RankAgreement):
+        fix = "use RankAgreement.over(group), or leave it out"
+        raise ConfigError("ranks", ranks, "is no RankAgreement", fix)
 
 
 def check_device(module: torch.nn.Module | None, device: torch.device) -> None:

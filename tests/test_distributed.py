@@ -160,6 +160,12 @@ def test_facts_hold_where_they_hold_on_all_ranks() -> None:
     assert held == [[True, False, False]] * 2
 
 
+@pytest.mark.parametrize("ranks", ["gloo", 2, RankAgreement])
+def test_a_runner_refuses_what_is_no_agreement(ranks: Any) -> None:
+    with pytest.raises(ConfigError, match=r"is no RankAgreement; use RankAgreement\.over"):
+        make_loop(ranks=ranks)
+
+
 def test_a_process_group_must_exist() -> None:
     with pytest.raises(ConfigError, match=r"not initialised; call .*init_process_group first"):
         RankAgreement.over()

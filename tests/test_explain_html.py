@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
+import pytest
 import torch
 from toy import rows, toy_model
 
 from compile_backend import explain
-from compile_backend.cli import main
+from compile_backend.cli import _write_page, main
+from compile_backend.errors import ConfigError
 from compile_backend.explain_html import as_page, drawing
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 OPTIONS: dict[str, Any] = {"splitting_ops": ["toy::*"], "cudagraph_capture_sizes": [1, 2, 4]}
 FP8 = torch.float8_e4m3fn
@@ -96,9 +94,17 @@ def test_a_lowered_mode_and_its_reason_are_told() -> None:
     assert graph.downgrades
 
 
-def test_the_command_refuses_a_file_in_no_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("missing/page.html", "is in no directory that exists"), ("", "is a directory")],
+)
+def test_the_command_refuses_what_cannot_be_a_file(
+    name: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "missing" / "page.html"
-    assert main(["explain", "--model", "demo", "--html", str(path)]) == 2
-    assert "is in no directory that exists" in capsys.readouterr().err
+    assert main(["explain", "--model", "demo", "--html", str(tmp_path / name)]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_told() -> None:
+    with pytest.raises(ConfigError, match="'/dev/full' cannot be written: No space left"):
+        _write_page(Path("/dev/full"), "page")

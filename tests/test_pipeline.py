@@ -181,9 +181,34 @@ def adding_nonsense(graph: torch.fx.Graph) -> int:
     return 1
 
 
+def taking_more(graph: torch.fx.Graph) -> int:
+    with graph.inserting_before(next(iter(graph.nodes))):
+        graph.placeholder("more")
+    return 1
+
+
+def without_output(graph: torch.fx.Graph) -> int:
+    (output,) = graph.find_nodes(op="output")
+    graph.erase_node(output)
+    return 1
+
+
+class WithoutName:
+    """A pass that nothing tells apart, since that fails."""
+
+    def __call__(self, graph: torch.fx.Graph) -> int:
+        return 0
+
+    def uuid(self) -> str:
+        raise RuntimeError("no name")
+
+
 @pytest.mark.parametrize(
     ("entry", "problem"),
     [
+        (taking_more, "changed which inputs a graph takes"),
+        (without_output, "took its output away"),
+        (WithoutName(), "uuid() failed: RuntimeError: no name"),
         (failing, "failed on a graph: ValueError: no such op"),
         (breaking, "failed on a graph"),
         (adding_nonsense, "which cannot be called"),
