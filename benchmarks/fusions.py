@@ -60,7 +60,7 @@ def main() -> None:
                 paged,
                 "FULL_AND_PIECEWISE",
                 options={},
-                sizes=shape.decodes,
+                sizes=[*shape.decodes, *shape.prefills],
                 max_num_seqs=max(shape.decodes),
                 max_num_tokens=largest,
             )

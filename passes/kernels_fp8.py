@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from passes.exact_quotient import divided
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -27,6 +29,9 @@ _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 _SCALES_AT_ONCE = 3
 """Static scales of one launch: those of queries, keys and values."""
+
+_PART = 1024
+"""Elements of a row for one program, where programs may share a row."""
 
 
 def norm_rows(
@@ -97,13 +102,15 @@ def _launch(
     num_rows, size = x.shape
     if not num_rows:
         return
-    block = triton.next_power_of_2(size)
+    per_token, keeps = made[2] is not None, made[0] is not None
+    # Without a sum over the row or a largest of it, parts of a row are quantised side by side.
+    block = triton.next_power_of_2(size if is_norm or per_token or keeps else min(size, _PART))
     spare = [x] * _SCALES_AT_ONCE  # pointers that are never followed
     for first in range(0, max(1, len(scales)), _SCALES_AT_ONCE):
         if first and summed is not None:  # the sum is there by now
             x, other, summed = summed, None, None
         some = scales[first : first + _SCALES_AT_ONCE]
-        _rows_kernel[(num_rows,)](
+        _rows_kernel[(num_rows, triton.cdiv(size, block))](
             x,
             x if other is None else other,
             x if weight is None else weight,
@@ -119,11 +126,12 @@ def _launch(
             BLOCK=block,
             IS_NORM=is_norm,
             HAS_OTHER=other is not None,
-            KEEPS=made[0] is not None,
-            PER_TOKEN=made[2] is not None,
+            KEEPS=keeps,
+            PER_TOKEN=per_token,
             NUM_SCALES=len(some),
             MULTIPLIES=multiplies,
             FP8_MAX=_FP8_MAX,
+            IS_INTERPRETED=triton.knobs.runtime.interpret,
             num_warps=min(16, max(4, block // 512)),
         )
 
@@ -158,6 +166,7 @@ def quantise_by_largest(
         BLOCK=block,
         MULTIPLIES=multiplies,
         FP8_MAX=_FP8_MAX,
+        IS_INTERPRETED=triton.knobs.runtime.interpret,
         num_warps=8,
     )
 
@@ -172,11 +181,14 @@ def _cut(values, FP8_MAX: tl.constexpr):
 
 
 @triton.jit
-def _scaled(values, scale, MULTIPLIES: tl.constexpr, FP8_MAX: tl.constexpr):
-    if MULTIPLIES:
-        scaled = values * scale
-    else:
-        scaled = tl.math.div_rn(values, tl.zeros_like(values) + scale)
+def _scaled(
+    values,
+    scale,
+    MULTIPLIES: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
+):
+    scaled = values * scale if MULTIPLIES else divided(values, scale, IS_INTERPRETED)
     return _cut(scaled, FP8_MAX)
 
 
@@ -214,45 +226,50 @@ def _rows_kernel(
     NUM_SCALES: tl.constexpr,
     MULTIPLIES: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = columns < SIZE
     here = row * SIZE + columns
+    # All that is read is asked for at once, since most of it comes from the device's memory; what
+    # is not used is not read.
     loaded = tl.load(x + row * x_stride + columns, mask=is_there, other=0.0)
+    second = tl.load(other + row * other_stride + columns, mask=is_there, other=0.0)
+    second = second.to(tl.float32)
+    weights = tl.load(weight + columns, mask=is_there, other=0.0).to(tl.float32)
+    by_0, by_1, by_2 = tl.load(scale_0), tl.load(scale_1), tl.load(scale_2)
     kind = loaded.dtype
     values = loaded.to(tl.float32)
     if IS_NORM:
         if HAS_OTHER:
-            second = tl.load(other + row * other_stride + columns, mask=is_there, other=0.0)
-            total = (values + second.to(tl.float32)).to(kind)
+            total = (values + second).to(kind)
             tl.store(summed + here, total, mask=is_there)
             values = total.to(tl.float32)
         mean = tl.sum(values * values) / SIZE
         values = (values * tl.rsqrt(mean + eps)).to(kind).to(tl.float32)
-        weights = tl.load(weight + columns, mask=is_there, other=0.0).to(tl.float32)
         values = (weights * values).to(kind).to(tl.float32)
     else:
-        second = tl.load(other + row * other_stride + columns, mask=is_there, other=0.0)
-        activated = tl.math.div_rn(values, 1.0 + tl.exp(-values)).to(kind).to(tl.float32)
-        values = (activated * second.to(tl.float32)).to(kind).to(tl.float32)
+        activated = (values / (1.0 + tl.exp(-values))).to(kind).to(tl.float32)
+        values = (activated * second).to(kind).to(tl.float32)
     if KEEPS:
         tl.store(made + here, values.to(kind), mask=is_there)
         tl.atomic_max(largest, tl.max(tl.abs(values)))
     elif PER_TOKEN:
-        of_row = _scale_of(tl.max(tl.abs(values), keep_dims=True), least, FP8_MAX)
-        tl.store(scale + row + tl.arange(0, 1), of_row)
-        factor = tl.math.div_rn(tl.full((1,), 1.0, tl.float32), of_row) if MULTIPLIES else of_row
-        result = _scaled(values, factor, MULTIPLIES, FP8_MAX)
+        by_row = _scale_of(tl.max(tl.abs(values), keep_dims=True), least, FP8_MAX)
+        tl.store(scale + row + tl.arange(0, 1), by_row)
+        if MULTIPLIES:
+            by_row = tl.math.div_rn(tl.full((1,), 1.0, tl.float32), by_row)
+        result = _scaled(values, by_row, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
         tl.store(quantised_0 + here, result.to(quantised_0.dtype.element_ty), mask=is_there)
     else:
-        result = _scaled(values, tl.load(scale_0), MULTIPLIES, FP8_MAX)
+        result = _scaled(values, by_0, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
         tl.store(quantised_0 + here, result.to(quantised_0.dtype.element_ty), mask=is_there)
         if NUM_SCALES > 1:
-            result = _scaled(values, tl.load(scale_1), MULTIPLIES, FP8_MAX)
+            result = _scaled(values, by_1, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
             tl.store(quantised_1 + here, result.to(quantised_1.dtype.element_ty), mask=is_there)
         if NUM_SCALES > 2:
-            result = _scaled(values, tl.load(scale_2), MULTIPLIES, FP8_MAX)
+            result = _scaled(values, by_2, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
             tl.store(quantised_2 + here, result.to(quantised_2.dtype.element_ty), mask=is_there)
 
 
@@ -267,15 +284,16 @@ def _quantise_kernel(
     BLOCK: tl.constexpr,
     MULTIPLIES: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     here = program * BLOCK + tl.arange(0, BLOCK)
     one = tl.arange(0, 1)
+    values = tl.load(made + here, mask=here < count, other=0.0).to(tl.float32)
     factor = _scale_of(tl.load(largest + one), least, FP8_MAX)
     if program == 0:
         tl.store(scale + one, factor)
     if MULTIPLIES:
         factor = tl.math.div_rn(tl.full((1,), 1.0, tl.float32), factor)
-    values = tl.load(made + here, mask=here < count, other=0.0).to(tl.float32)
-    result = _scaled(values, factor, MULTIPLIES, FP8_MAX)
+    result = _scaled(values, factor, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
     tl.store(quantised + here, result.to(quantised.dtype.element_ty), mask=here < count)

@@ -76,7 +76,7 @@ def rms_norm_dynamic_fp8(
         largest,
         (),
         [_rows(quantised)],
-        scale if per_token else None,
+        scale if made is None else None,
         least,
         multiplies=multiplies,
     )
@@ -125,7 +125,7 @@ def silu_mul_dynamic_fp8(
         largest,
         (),
         [_rows(quantised)],
-        scale if per_token else None,
+        scale if made is None else None,
         least,
         multiplies=multiplies,
     )
@@ -161,13 +161,18 @@ def _sum_of(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | No
     return None if residual is None else _like(x, x.dtype)
 
 
+def _is_by_row(x: torch.Tensor, *, per_token: bool) -> bool:
+    """Whether each row follows from itself: a single row is the whole tensor."""
+    return per_token or x.numel() == x.shape[-1]
+
+
 def _scale_and_scratch(
     x: torch.Tensor, *, per_token: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The scale, and where it is one for all, memory for the value and its largest magnitude."""
+    """The scale, and where it is one for many rows, memory for the value and its largest."""
     shape = (*x.shape[:-1], 1) if per_token else ()
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
-    if per_token:
+    if _is_by_row(x, per_token=per_token):
         return scale, None, None
     largest = torch.zeros((), dtype=torch.float32, device=x.device)
     return scale, _rows(_like(x, x.dtype)), largest

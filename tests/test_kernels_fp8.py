@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from passes import ops_fp8, ops_fp8_cuda
+from passes import kernels_fp8, ops_fp8, ops_fp8_cuda
 
 FP8 = ops_fp8.FP8
 SIZES = (64, 96, 7, 1)
@@ -122,6 +122,44 @@ def test_gates(device: torch.device, dtype: torch.dtype, multiplies: bool, kind:
         actual = ops_fp8_cuda.silu_mul_dynamic_fp8(*dynamic, **kept_as(device))
         expected = ops_fp8.silu_mul_dynamic_fp8(*dynamic)
     check(actual, expected, dtype, 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("multiplies", [False, True])
+def test_a_single_row_has_one_scale(
+    device: torch.device, dtype: torch.dtype, multiplies: bool
+) -> None:
+    x, y, weight = (tensor.to(device) for tensor in given(dtype, 1, 1, 96))
+    normed = (x, y, weight, 1e-6, 1e-12, False, multiplies)
+    actual = ops_fp8_cuda.rms_norm_dynamic_fp8(*normed, **kept_as(device))
+    check(actual, ops_fp8.rms_norm_dynamic_fp8(*normed), dtype, 96)
+    gated = (x, y, 1e-12, False, multiplies)
+    actual = ops_fp8_cuda.silu_mul_dynamic_fp8(*gated, **kept_as(device))
+    check(actual, ops_fp8.silu_mul_dynamic_fp8(*gated), dtype, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exponent", [-149, -127, -61, -60, -20, -1, 0, 7, 59, 60, 61, 127])
+def test_quotients_are_those_of_exact_division(exponent: int) -> None:
+    """Bit for bit, middles between two 8-bit floats and the ends of float32 included."""
+    generator = torch.Generator().manual_seed(exponent + 200)
+    middles = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    middles = torch.cat([middles, (middles[:127] + middles[1:128]) / 2])
+    for mantissa in (1.0, 2 - 2**-23, *(1 + torch.rand(30, generator=generator)).tolist()):
+        scale = torch.tensor(mantissa, dtype=torch.float64) * 2.0**exponent
+        scale = scale.float().cuda()
+        near = middles.cuda() * scale
+        spread = torch.randn(4096, generator=generator).cuda() * 100 * scale
+        ends = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3e38, -1e-45]).cuda()
+        values = torch.cat([near, near.nextafter(ends[2]), near.nextafter(ends[3]), spread, ends])
+        quantised, told = torch.empty_like(values, dtype=FP8), torch.empty_like(scale)
+        kernels_fp8.quantise_by_largest(
+            values, torch.zeros_like(scale), quantised, told, scale.item(), multiplies=False
+        )
+        assert told == scale
+        expected = ops_fp8.quantise(values, scale, multiplies=False)
+        is_same = quantised.view(torch.uint8) == expected.view(torch.uint8)
+        assert (is_same | (quantised.float().isnan() & expected.float().isnan())).all()
 
 
 def test_no_rows_at_all(device: torch.device) -> None:

@@ -60,7 +60,7 @@ fixed = dict(NUM_KV_HEADS=8, HEAD_SIZE=128, BLOCK_SIZE=16, BLOCK=1024, LIMIT=0.0
 reduce = dict(partial="*fp32", output="*bf16", query_start_loc="*i32", output_scale="*i32",
               num_reqs="i32", output_token_stride="i64", output_head_stride="i32")
 splits = dict(HEAD_SIZE=64, HEAD_PAD=64, NUM_SPLITS=4, RESULT_SIZE=68, ROUNDED=None,
-              FP8_MAX=0.0, MULTIPLIES=False)
+              FP8_MAX=0.0, MULTIPLIES=False, IS_INTERPRETED=False)
 found = [told(store_kernel, store, fixed, None), told(reduce_kernel, reduce, splits, "num_reqs")]
 json.dump(found, sys.stdout)
 """

@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from passes.exact_quotient import divided
+
 
 @triton.jit(do_not_specialize=["num_reqs"])
 def attend_kernel(
@@ -87,6 +89,7 @@ def attend_kernel(
         return
     seq_len = tl.load(seq_lens + req)
     context = seq_len - query_len
+    by = tl.load(output_scale) if FP8_MAX > 0 else 1.0  # early: it comes while keys are read
 
     rows = tl.arange(0, BLOCK_M)
     tokens = first + rows // GROUP
@@ -153,7 +156,7 @@ def attend_kernel(
         place = token_rows * output_token_stride + heads * output_head_stride
         tl.store(
             output + place[:, None] + dims[None, :],
-            _as_output(acc, output, output_scale, ROUNDED, FP8_MAX, MULTIPLIES),
+            _as_output(acc, output, by, ROUNDED, FP8_MAX, MULTIPLIES, IS_INTERPRETED),
             mask=is_element,
         )
 
@@ -162,10 +165,11 @@ def attend_kernel(
 def _as_output(
     acc,
     output,
-    output_scale,
+    scale,
     ROUNDED: tl.constexpr,
     FP8_MAX: tl.constexpr,
     MULTIPLIES: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
 ):
     """Results as they are stored; with `FP8_MAX` not 0, by a scale and cut to the range.
 
@@ -174,8 +178,7 @@ def _as_output(
     """
     if FP8_MAX > 0:
         acc = acc.to(ROUNDED).to(tl.float32)
-        scale = tl.load(output_scale)
-        acc = acc * scale if MULTIPLIES else tl.div_rn(acc, tl.zeros_like(acc) + scale)
+        acc = acc * scale if MULTIPLIES else divided(acc, scale, IS_INTERPRETED)
         acc = tl.where(acc < -FP8_MAX, -FP8_MAX, acc)
         acc = tl.where(acc > FP8_MAX, FP8_MAX, acc)
     return acc.to(output.dtype.element_ty)
@@ -290,12 +293,14 @@ def reduce_kernel(
     ROUNDED: tl.constexpr,
     FP8_MAX: tl.constexpr,
     MULTIPLIES: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
 ):
     """Reduce the partial results of one token and head. Grid: (tokens, heads)."""
     token = tl.program_id(0).to(tl.int64)
     if token >= tl.load(query_start_loc + num_reqs):
         return
     head = tl.program_id(1)
+    by = tl.load(output_scale) if FP8_MAX > 0 else 1.0
     splits = tl.arange(0, NUM_SPLITS)
     dims = tl.arange(0, HEAD_PAD)
     row = (token * tl.num_programs(1) + head) * NUM_SPLITS
@@ -312,5 +317,5 @@ def reduce_kernel(
     )
     acc = tl.sum(accs * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
     place = token * output_token_stride + head * output_head_stride
-    result = _as_output(acc, output, output_scale, ROUNDED, FP8_MAX, MULTIPLIES)
+    result = _as_output(acc, output, by, ROUNDED, FP8_MAX, MULTIPLIES, IS_INTERPRETED)
     tl.store(output + place + dims, result, mask=dims < HEAD_SIZE)
