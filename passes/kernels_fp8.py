@@ -172,15 +172,6 @@ def quantise_by_largest(
 
 
 @triton.jit
-def _cut(values, FP8_MAX: tl.constexpr):
-    """Values within the range of 8-bit floats; what is no number stays none."""
-    low = tl.full(values.shape, -FP8_MAX, tl.float32)
-    high = tl.full(values.shape, FP8_MAX, tl.float32)
-    raised = tl.where(values < low, low, values)
-    return tl.where(raised > high, high, raised)
-
-
-@triton.jit
 def _scaled(
     values,
     scale,
@@ -189,7 +180,8 @@ def _scaled(
     IS_INTERPRETED: tl.constexpr,
 ):
     scaled = values * scale if MULTIPLIES else divided(values, scale, IS_INTERPRETED)
-    return _cut(scaled, FP8_MAX)
+    # What is no number stays none.
+    return tl.clamp(scaled, -FP8_MAX, FP8_MAX, tl.PropagateNan.ALL)
 
 
 @triton.jit
