@@ -454,11 +454,6 @@ class _Unavailable:
 
 _UNAVAILABLE = (
     _Unavailable(
-        "enable_sequence_parallelism",
-        lambda config: config.pass_config.enable_sequence_parallelism,
-        "leave it out",
-    ),
-    _Unavailable(
         "enable_async_tp", lambda config: config.pass_config.enable_async_tp, "leave it out"
     ),
 )

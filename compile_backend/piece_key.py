@@ -30,6 +30,8 @@ from compile_backend.torch_internals.graphs import (
     is_op_overload,
     is_op_packet,
     is_static_address,
+    names_of_wrapped,
+    parts_of,
     storage_id,
 )
 from compile_backend.torch_internals.sizes import data_dependent_symbols
@@ -125,6 +127,11 @@ def _shared(value: torch.Tensor, storages: dict[int, int]) -> int | None:
     return storages.setdefault(memory, len(storages)) if memory is not None else None
 
 
+def _inside(value: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a tensor only wraps: a distributed one may be cut in several ways."""
+    return parts_of(value) if names_of_wrapped(value) else []
+
+
 class _InThisProcess:
     """Functions and constants by identity, values by how they print."""
 
@@ -156,6 +163,7 @@ class _InThisProcess:
             value.device,
             value.requires_grad,
             _shared(value, storages),
+            *(tuple(map(str, part.shape)) for part in _inside(value)),
         )
 
     def check(self, node: torch.fx.Node) -> None:

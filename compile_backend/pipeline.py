@@ -1,6 +1,7 @@
 """The passes that run on a Dynamo graph before it is split. The only module that imports them.
 
-Those that the user asks for see Dynamo's graph; those that make it fit to be cut run behind them.
+What the user asks for sees Dynamo's graph, with distributed tensors taken apart; what makes it fit
+to be cut runs behind that.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from passes.building import fill_value
 from passes.constant_tensors import ConstantTensorsPass
 from passes.decompose_sizes import DecomposeSizesPass
 from passes.index_writes import IndexWritesPass
+from passes.local_tensors import LocalTensorsPass
 from passes.noop import NoopPass
 from passes.ops_fp8 import OPS
 from passes.rms_norm_fp8 import RMSNormFp8Pass
+from passes.sequence_parallel import SequenceParallelismPass
 from passes.silu_mul_fp8 import SiluMulFp8Pass
 
 if TYPE_CHECKING:
@@ -55,6 +58,11 @@ class PassResult:
     uuid: str | None
 
 
+def passes_at_first() -> tuple[GraphPass, ...]:
+    """Those that write a graph in terms that all others know."""
+    return (LocalTensorsPass(),)
+
+
 def passes_before_split() -> tuple[GraphPass, ...]:
     """Those that make a graph fit to be cut and captured, in the order they run."""
     return (
@@ -69,6 +77,7 @@ def passes_of_flags() -> dict[str, tuple[GraphPass, ...]]:
     """Those that each flag of `pass_config` asks for, in the order they run."""
     return {
         "enable_noop": (NoopPass(),),
+        "enable_sequence_parallelism": (SequenceParallelismPass(),),
         "enable_fusion": (RMSNormFp8Pass(), SiluMulFp8Pass()),
         "enable_attn_fusion": (AttnQuantFusionPass(attention, attention_fp8),),
     }
@@ -97,19 +106,20 @@ def run_passes(
     """
     graph = graph_module.graph
     of_flags = passes_of_flags()
-    always = passes_before_split()
-    results = [
+    first, last = passes_at_first(), passes_before_split()
+    results = [_run(graph_pass, graph, asked_by=None) for graph_pass in first]
+    results += [
         _run(graph_pass, graph, asked_by=flag)
         for flag, passes in of_flags.items()
         if getattr(pass_config, flag)
         for graph_pass in passes
     ]
-    known = (*always, *(graph_pass for passes in of_flags.values() for graph_pass in passes))
+    known = (*first, *last, *(graph_pass for passes in of_flags.values() for graph_pass in passes))
     for own_pass in own_passes(own, frozenset(graph_pass.name for graph_pass in known)):
         before = frozenset(graph.nodes)
         results.append(_run(own_pass, graph, asked_by=OPTION))
         _fill_values(graph, own_pass, before)
-    results += [_run(graph_pass, graph, asked_by=None) for graph_pass in always]
+    results += [_run(graph_pass, graph, asked_by=None) for graph_pass in last]
     graph.lint()
     graph_module.recompile()
     return tuple(results)

@@ -305,7 +305,6 @@ def test_query_length_of_uniform_decode_is_one_plus_the_guesses(guesses):
         *(
             ({"pass_config": {flag: True}}, flag)
             for flag in (
-                "enable_sequence_parallelism",
                 "enable_async_tp",
             )
         ),
@@ -322,5 +321,10 @@ def test_defaults_ask_for_nothing_unavailable():
 
 
 def test_passes_that_are_built_are_available():
-    flags = {"enable_noop": True, "enable_fusion": True, "enable_attn_fusion": True}
+    flags = {
+        "enable_noop": True,
+        "enable_sequence_parallelism": True,
+        "enable_fusion": True,
+        "enable_attn_fusion": True,
+    }
     assert unavailable(config(pass_config=flags, inductor_passes={"mine": print})) == []

@@ -177,7 +177,7 @@ def test_a_process_group_must_exist() -> None:
 def test_a_runner_follows_the_other_ranks() -> None:
     """Right results at the mode and the size that another rank asks for."""
     peer = Peer()
-    loop = make_loop("FULL_AND_PIECEWISE", ranks=RankAgreement(peer))
+    loop = make_loop("FULL_AND_PIECEWISE", sizes=(2, 4, 8), ranks=RankAgreement(peer))
     first, second = loop.add([1, 2, 3]), loop.add([4, 5])
     loop.step([(first, 3)])  # alone
     peer.proposals = [(PIECEWISE, 7), (FULL, 3), (PIECEWISE, 2), (NONE, 20), (NONE, 1)]
@@ -193,7 +193,7 @@ def test_a_runner_follows_the_other_ranks() -> None:
 def test_a_rank_without_requests_runs_along() -> None:
     """At every mode, and without a trace in the caches of requests that wait."""
     peer = Peer()
-    loop = make_loop("FULL_AND_PIECEWISE", ranks=RankAgreement(peer))
+    loop = make_loop("FULL_AND_PIECEWISE", sizes=(1, 4, 8), ranks=RankAgreement(peer))
     request = loop.add([1, 2, 3])
     loop.step([(request, 3)])
     peer.proposals = [(FULL, 3), (PIECEWISE, 5), (NONE, 50)]

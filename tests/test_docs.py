@@ -21,7 +21,7 @@ from compile_backend.config import (
     PassConfig,
     unavailable,
 )
-from compile_backend.pipeline import passes_before_split, passes_of_flags
+from compile_backend.pipeline import passes_at_first, passes_before_split, passes_of_flags
 from compile_backend.resolve import RULES, resolve_cudagraph_mode
 from compile_backend.runner_batch import Batch
 from compile_backend.step_inputs import Dim
@@ -142,7 +142,7 @@ def test_docs_say_what_is_not_available() -> None:
 
 def test_how_it_works_has_a_row_for_each_pass() -> None:
     asked = [(each.name, flag) for flag, passes in passes_of_flags().items() for each in passes]
-    always = [(each.name, "") for each in passes_before_split()]
+    always = [(each.name, "") for each in (*passes_at_first(), *passes_before_split())]
     assert [tuple(row[:2]) for row in _rows(HOW_IT_WORKS, "pass")] == [*asked, *always]
 
 

@@ -16,7 +16,12 @@ from compile_backend.config import PassConfig
 from compile_backend.errors import ConfigError
 from compile_backend.explain import explain
 from compile_backend.own_passes import OwnPass
-from compile_backend.pipeline import passes_before_split, passes_of_flags, run_passes
+from compile_backend.pipeline import (
+    passes_at_first,
+    passes_before_split,
+    passes_of_flags,
+    run_passes,
+)
 
 NOOP = {"pass_config": {"enable_noop": True}}
 
@@ -57,7 +62,7 @@ def report_of(function: Any, **options: Any) -> Any:
 
 def test_names_and_identities_are_distinct() -> None:
     of_flags = [each for passes in passes_of_flags().values() for each in passes]
-    passes = (*passes_before_split(), *of_flags)
+    passes = (*passes_at_first(), *passes_before_split(), *of_flags)
     assert len({graph_pass.name for graph_pass in passes}) == len(passes)
     assert len({graph_pass.uuid() for graph_pass in passes}) == len(passes)
 
@@ -67,6 +72,7 @@ def test_passes_run_in_a_fixed_order_whatever_the_order_asked_for() -> None:
     results = run_passes(graph, PassConfig(enable_noop=True), {"b": doubled, "a": doubled})
     names = [result.name for result in results]
     assert names == [
+        "local_tensors",
         "noop",
         "b",
         "a",
@@ -75,7 +81,8 @@ def test_passes_run_in_a_fixed_order_whatever_the_order_asked_for() -> None:
         "additive_mask",
         "index_writes",
     ]
-    assert [result.asked_by for result in results[:3]] == [
+    assert [result.asked_by for result in results[:4]] == [
+        None,
         "enable_noop",
         "inductor_passes",
         "inductor_passes",
@@ -161,7 +168,7 @@ def test_a_pass_without_a_count_counts_as_one_place_or_none() -> None:
     for function, changed in ((idle_layers, 1), (torch.ops.toy.attn_new, 0)):
         graph = toy.dynamo_graph(lambda x, f=function: f(x), rows(4))
         results = run_passes(graph, PassConfig(), {"mine": counting_not})
-        assert results[0].changed == changed
+        assert [result.changed for result in results if result.name == "mine"] == [changed]
 
 
 def failing(graph: torch.fx.Graph) -> int:

@@ -176,7 +176,9 @@ def names_of_wrapped(tensor: torch.Tensor) -> list[str]:
     wrapper: Any = tensor
     if not torch.utils._python_dispatch.is_traceable_wrapper_subclass(wrapper):
         return []
-    return list(wrapper.__tensor_flatten__()[0])
+    names = wrapper.__tensor_flatten__()[0]
+    # Distributed tensors name their mesh, too.
+    return [name for name in names if isinstance(getattr(wrapper, name), torch.Tensor)]
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:

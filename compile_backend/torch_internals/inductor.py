@@ -11,6 +11,7 @@ import torch
 import torch.fx
 
 from compile_backend.cache import NotStorableError
+from compile_backend.torch_internals.graphs import names_of_wrapped
 from compile_backend.torch_internals.partition import without_graphs_of_its_own
 from compile_backend.torch_internals.stored_code import Sizes, digest, packed, revive
 
@@ -85,8 +86,12 @@ def compile_with_inductor(
         for index, info in enumerate(metadata.input_info if metadata is not None else ())
         if info.mutates_data
     )
-    is_direct = len(seen) == 1 and _nothing_left_to_do(
-        seen[0].metadata, seen[0].num_inputs, len(inputs)
+    is_direct = (
+        len(seen) == 1
+        and not any(
+            isinstance(value, torch.Tensor) and names_of_wrapped(value) for value in inputs
+        )
+        and _nothing_left_to_do(seen[0].metadata, seen[0].num_inputs, len(inputs))
     )
     call = _direct(seen[0].code) if is_direct else _spread(wrapped)
 

@@ -1,0 +1,381 @@
+"""Between attention and dense layers each rank keeps a share of the tokens, instead of all.
+
+Behind a row-wise linear layer all ranks add up their parts, and then each computes the same sum
+with the residual and the same norm. A sum of which every rank gets only its rows, and the rows of
+all ranks put together where the next layer needs them, send as much as that sum did; what is
+between them is done once instead of by everyone, and the residual stays in shares from layer to
+layer.
+
+Before::
+
+    h = residual + wait_tensor(all_reduce(linear(x, w), "sum", group))
+    n = weight * norm(h)
+    q = linear(n, w_q)
+
+After::
+
+    s = wait_tensor(reduce_scatter_tensor(linear(padded(x), w), "sum", 2, group))
+    h = residual_share + s                      # [rows / 2, hidden]
+    n = weight * norm(h)
+    q = linear(wait_tensor(all_gather_into_tensor(n, 2, group))[:rows], w_q)
+
+Rows are filled up to a multiple of the ranks within the graph, whatever their number, so no size
+needs code or a graph of its own. What is filled up repeats the last row, and nobody reads it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx
+
+from passes.building import call_function, call_method, fill_value
+from passes.collectives import (
+    Reduced,
+    all_shares,
+    reduced_over_ranks,
+    share_of_sum,
+    take_apart_sums_in_place,
+)
+from passes.fp8_fusion import refresh
+from passes.matching import FLOATS, called, is_alike, is_contiguous, tensor_of, total
+from passes.reading import Memory, memory_of
+from passes.rms_norm_fp8 import norm_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """What is computed of each row by itself.
+
+    Attributes:
+        result: what others read.
+        nodes: that make it, the result included, in order.
+    """
+
+    result: torch.fx.Node
+    nodes: tuple[torch.fx.Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """A sum over ranks, added to the residual.
+
+    Attributes:
+        reduced: the sum over ranks.
+        stream: what goes on to the next layer, the residual included.
+        residual: what is added; None where the sum starts the stream.
+        norms: of the stream.
+        others: whoever else reads the stream, except for the next sum.
+    """
+
+    reduced: Reduced
+    stream: torch.fx.Node
+    residual: torch.fx.Node | None
+    norms: tuple[_Norm, ...]
+    others: frozenset[torch.fx.Node]
+
+
+class SequenceParallelismPass:
+    """Changes numerics: sums over ranks may have another order, and products other kernels.
+
+    It follows a residual stream from one sum over ranks to the next, through RMSNorm as
+    transformers writes it, `rms_norm` and `layer_norm`. Other reductions are left alone, and so
+    are sums that something else reads, those under which gradients flow, and those without a norm
+    that would get cheaper.
+    """
+
+    name = "sequence_parallelism"
+
+    def __call__(self, graph: torch.fx.Graph) -> int:
+        """Rewrite `graph` in place; return the number of sums that come in shares."""
+        take_apart_sums_in_place(graph)
+        memory = Memory.of(graph)
+        stale: set[int | None] = set()
+        changed = 0
+        for chain in _chains(_sites(graph, memory)):
+            stale |= _rewrite(graph, chain)
+            changed += len(chain)
+        refresh(graph, stale)
+        return changed
+
+    def uuid(self) -> str:
+        """Identifies this version of the rewrite."""
+        return "sequence_parallelism-1"
+
+
+# --- finding ----------------------------------------------------------------------------------
+
+
+def _sites(graph: torch.fx.Graph, memory: Memory) -> list[_Site]:
+    """All sums over ranks that could come in shares, in order."""
+    reduced = [found for node in graph.nodes if (found := reduced_over_ranks(node)) is not None]
+    norms = _norms(graph) if reduced else {}
+    sites = [_site(found, norms) for found in reduced if found.ranks.size > 1]
+    return [site for site in sites if _is_sound(site, memory)]
+
+
+def _norms(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[_Norm]]:
+    """The norms of a graph by what they read, of which nobody else reads the inside."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    found: dict[torch.fx.Node, list[_Norm]] = {}
+    for node in graph.nodes:
+        norm = norm_of(node)
+        if norm is not None:
+            source, nodes = norm.source, norm.nodes
+        elif called(node) in ("rms_norm", "layer_norm") and _is_of_rows(node):
+            source, nodes = node.args[0], frozenset({node})
+        else:
+            continue
+        if all(nodes.issuperset(inner.users) for inner in nodes - {node}):
+            inside = tuple(sorted(nodes, key=order.__getitem__))
+            found.setdefault(source, []).append(_Norm(node, inside))
+    return found
+
+
+def _is_of_rows(node: torch.fx.Node) -> bool:
+    """Whether a norm of torch is one over the last dimension."""
+    source = node.args[0] if node.args else None
+    shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
+    value = tensor_of(source)
+    if value is None or not isinstance(shape, (tuple, list)) or len(shape) != 1:
+        return False
+    return is_contiguous(node) and is_contiguous(source)  # type: ignore[arg-type]
+
+
+def _site(reduced: Reduced, norms: dict[torch.fx.Node, list[_Norm]]) -> _Site:
+    stream, residual = reduced.result, None
+    users = list(stream.users)
+    terms = total(users[0]) if len(users) == 1 else None
+    if terms is not None and terms[0] is not terms[1]:
+        first, second = terms
+        other = second if first is stream else first
+        if _are_alike(users[0], stream, other):
+            stream, residual = users[0], other
+    held = tuple(norms.get(stream, ()))
+    inside = {node for norm in held for node in norm.nodes}
+    return _Site(reduced, stream, residual, held, frozenset(stream.users) - inside)
+
+
+def _are_alike(*nodes: Any) -> bool:
+    values = [tensor_of(node) for node in nodes]
+    first = values[0]
+    return first is not None and all(
+        value is not None and is_alike(value, first) for value in values
+    )
+
+
+def _is_sound(site: _Site, memory: Memory) -> bool:
+    """Whether the values of a site may be made in another way."""
+    inside = [node for norm in site.norms for node in norm.nodes]
+    nodes = [site.reduced.source, *site.reduced.nodes, site.stream, *inside]
+    if site.residual is not None:
+        nodes.append(site.residual)
+    values = [node.meta.get("example_value") for node in nodes]
+    value = tensor_of(site.stream)
+    if value is None or value.dim() < 2 or value.dtype not in FLOATS:
+        return False
+    width: Any = value.shape[-1]
+    if not isinstance(width, int) or not is_contiguous(site.stream):
+        return False
+    is_trained = any(getattr(one, "requires_grad", False) for one in values)
+    return not is_trained and not any(memory.may_be_written(node) for node in nodes)
+
+
+def _chains(sites: Iterable[_Site]) -> list[list[_Site]]:
+    """Sites by the stream that goes through them, without those that would gain nothing.
+
+    Only the last one of a chain may have readers besides the next sum and its norms: there all
+    ranks put the stream itself together, in place of what its norms give.
+    """
+    chains: list[list[_Site]] = []
+    for site in sites:
+        last = chains[-1][-1] if chains else None
+        goes_on = (
+            last is not None
+            and last.stream is site.residual
+            and last.reduced.ranks == site.reduced.ranks
+            and last.others == {site.stream}
+        )
+        if goes_on:
+            chains[-1].append(site)
+        else:
+            chains.append([site])
+    return [chain for chain in chains if any(site.norms for site in _in_shares(chain))]
+
+
+def _in_shares(chain: Sequence[_Site]) -> Sequence[_Site]:
+    """The sites of a chain whose norms are computed in shares."""
+    return chain[:-1] if chain[-1].others else chain
+
+
+# --- rewriting --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a tensor, and how many of them each rank gets.
+
+    Attributes:
+        sizes: of all dimensions but the last one; numbers or nodes.
+        number: of rows.
+        share: of each rank, the last one's filled up.
+        num_ranks: ranks.
+    """
+
+    sizes: tuple[Any, ...]
+    number: Any
+    share: Any
+    num_ranks: int
+
+    @classmethod
+    def of(cls, graph: torch.fx.Graph, node: torch.fx.Node, num_ranks: int) -> _Rows:
+        """The rows of a node's value."""
+        value = node.meta["example_value"]
+        sizes = tuple(
+            size if isinstance(size, int) else call_method(graph, "size", (node, dim))
+            for dim, size in enumerate(value.shape[:-1])
+        )
+        number: Any = 1
+        for size in sizes:
+            number = _computed(graph, operator.mul, number, size)
+        share = _computed(graph, operator.add, number, num_ranks - 1)
+        share = _computed(graph, operator.floordiv, share, num_ranks)
+        return cls(sizes, number, share, num_ranks)
+
+    @property
+    def are_even(self) -> bool:
+        """Whether it is known that nothing is filled up."""
+        return isinstance(self.number, int) and self.number % self.num_ranks == 0
+
+
+def _computed(graph: torch.fx.Graph, function: Any, a: Any, b: Any) -> Any:
+    """A number, or a node that computes it."""
+    if isinstance(a, int) and isinstance(b, int):
+        return function(a, b)
+    if function is operator.mul and 1 in [one for one in (a, b) if isinstance(one, int)]:
+        return b if isinstance(a, int) else a
+    return call_function(graph, function, (a, b))
+
+
+def _rewrite(graph: torch.fx.Graph, chain: Sequence[_Site]) -> set[int | None]:
+    """Put shares in the place of a chain; returns memory that is no more, for `refresh`."""
+    stale: set[int | None] = set()
+    in_shares = _in_shares(chain)
+    share: torch.fx.Node | None = None
+    for site in chain:
+        with graph.inserting_before(site.stream):
+            rows = _Rows.of(graph, site.reduced.source, site.reduced.ranks.size)
+            share = _stream_share(graph, site, rows, share)
+            if site not in in_shares:
+                whole = _gathered(graph, site, rows, share)
+                stale.add(memory_of(site.stream))
+                site.stream.replace_all_uses_with(whole)
+                break
+        for norm in site.norms:
+            with graph.inserting_before(norm.result):
+                normed = _copied(graph, norm, site.stream, share)
+                whole = _gathered(graph, site, rows, normed)
+            stale.add(memory_of(norm.result))
+            norm.result.replace_all_uses_with(whole)
+    unread = {node for site in chain for node in (*site.reduced.nodes, site.stream)}
+    unread |= {site.reduced.source for site in chain}
+    unread |= {node for site in in_shares for norm in site.norms for node in norm.nodes}
+    for node in reversed(list(graph.nodes)):
+        if node in unread and node.op.startswith("call_") and not node.users:
+            graph.erase_node(node)
+    return stale
+
+
+def _stream_share(
+    graph: torch.fx.Graph, site: _Site, rows: _Rows, residual_share: torch.fx.Node | None
+) -> torch.fx.Node:
+    """This rank's rows of the stream behind a site, with as many dimensions as all of it.
+
+    Args:
+        graph: with its insertion point.
+        site: makes the stream.
+        rows: of the stream.
+        residual_share: of the stream before; None where all ranks have all of it, if anything.
+    """
+    value, ranks = site.stream.meta["example_value"], site.reduced.ranks
+    last = int(value.shape[-1])
+    ones = (1,) * (value.dim() - 2)
+    part = share_of_sum(graph, _filled_up(graph, site.reduced.source, rows, last), ranks)
+    part = call_method(graph, "reshape", (part, (*ones, -1, last)))
+    if site.residual is None:
+        return part
+    if residual_share is None:
+        whole = call_method(graph, "reshape", (site.residual, (-1, last)))
+        start = _computed(graph, operator.mul, ranks.rank, rows.share)
+        end = _computed(graph, operator.mul, ranks.rank + 1, rows.share)
+        own = _picked(graph, whole, rows, start, end)
+        residual_share = call_method(graph, "reshape", (own, (*ones, -1, last)))
+    is_first = site.stream.args[0] is site.reduced.result
+    terms = (part, residual_share) if is_first else (residual_share, part)
+    return call_function(graph, torch.add, terms)
+
+
+def _filled_up(
+    graph: torch.fx.Graph, term: torch.fx.Node, rows: _Rows, last: int
+) -> torch.fx.Node:
+    """The rows of this rank's term, their number a multiple of the ranks.
+
+    Where a product makes them, its input is filled up, which is no larger where it is cut between
+    ranks, and often made by a kernel that writes the rows anyway.
+    """
+    end = _computed(graph, operator.mul, rows.share, rows.num_ranks)
+    is_product = called(term) == "linear" and len(term.users) == 1 and not term.kwargs
+    if not is_product:
+        flat = call_method(graph, "reshape", (term, (-1, last)))
+        return flat if rows.are_even else _picked(graph, flat, rows, 0, end)
+    source, *others = term.args
+    assert isinstance(source, torch.fx.Node)
+    width = source.meta["example_value"].shape[-1]
+    flat = call_method(graph, "reshape", (source, (-1, width)))
+    if not rows.are_even:
+        flat = _picked(graph, flat, rows, 0, end)
+    made = graph.call_function(torch.nn.functional.linear, (flat, *others))
+    value = term.meta["example_value"]
+    made.meta["example_value"] = value.new_empty((flat.meta["example_value"].shape[0], last))
+    return made
+
+
+def _picked(
+    graph: torch.fx.Graph, flat: torch.fx.Node, rows: _Rows, start: Any, end: Any
+) -> torch.fx.Node:
+    """Rows from one number to another, the last one again for those that are not there."""
+    device = flat.meta["example_value"].device
+    numbers = call_function(graph, torch.arange, (start, end), {"device": device})
+    most = _computed(graph, operator.sub, rows.number, 1)
+    legal = call_function(graph, torch.clamp, (numbers,), {"max": most})
+    return call_method(graph, "index_select", (flat, 0, legal))
+
+
+def _gathered(
+    graph: torch.fx.Graph, site: _Site, rows: _Rows, share: torch.fx.Node
+) -> torch.fx.Node:
+    """The rows of all ranks, in the shape of the stream."""
+    last = int(site.stream.meta["example_value"].shape[-1])
+    flat = call_method(graph, "reshape", (share, (-1, last)))
+    whole = all_shares(graph, flat, site.reduced.ranks)
+    if not rows.are_even:
+        whole = call_method(graph, "narrow", (whole, 0, 0, rows.number))
+    return call_method(graph, "reshape", (whole, (*rows.sizes, last)))
+
+
+def _copied(
+    graph: torch.fx.Graph, norm: _Norm, stream: torch.fx.Node, share: torch.fx.Node
+) -> torch.fx.Node:
+    """The same norm of this rank's rows."""
+    made = {stream: share}
+    for node in norm.nodes:
+        copy = graph.node_copy(node, lambda source: made.get(source, source))
+        fill_value(copy)
+        made[node] = copy
+    return made[norm.result]

@@ -1,0 +1,368 @@
+"""What ranks exchange in a graph: every form that is rewritten, and every near miss.
+
+One process stands for rank 1 of 2; its group sends nothing, since graphs are looked at here. What
+they compute is checked by real processes in `test_two_ranks`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from toy import dynamo_graph, toy_options
+
+from compile_backend.explain import explain
+from passes.local_tensors import LocalTensorsPass
+from passes.sequence_parallel import SequenceParallelismPass
+
+WIDTH = 8
+RANK = 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def other_group():
+    """A default group of two ranks, and another one of the same."""
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=2)
+    yield dist.new_group([0, 1])
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch.compiler.reset()
+    with torch.no_grad():
+        yield
+
+
+def exchanged(graph):
+    """How often each collective is called."""
+    names = (getattr(node.target, "__name__", str(node.target)) for node in graph.nodes)
+    kinds = ("all_reduce", "reduce_scatter", "all_gather")
+    return Counter(kind for name in names for kind in kinds if name.startswith(kind))
+
+
+def is_sound(graph):
+    graph.lint()
+    return all(node.op == "output" or "example_value" in node.meta for node in graph.nodes)
+
+
+# --- wrappers ---------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """An embedding, two linear layers, and a head."""
+
+    def __init__(self, *, bias=False, rows=10):
+        super().__init__()
+        self.embed = nn.Embedding(rows, WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=bias)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, rows, bias=False)
+        self.eval().requires_grad_(requires_grad=False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.head(x + self.down(self.up(x).relu()))
+
+
+ENDS = {
+    "embed": RowwiseParallel(input_layouts=Replicate()),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+LAYERS = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+IDS = torch.arange(6)[None]
+
+
+def unwrapped(plan, **kwargs):
+    """Places changed in the graph of a sharded block, and the graph."""
+    model = parallelize_module(Block(**kwargs), init_device_mesh("cpu", (2,)), plan)
+    graph = dynamo_graph(model, IDS, dynamic=True).graph
+    changed = LocalTensorsPass()(graph)
+    assert is_sound(graph)
+    return changed, graph
+
+
+def wrappers(graph):
+    values = [(node, node.meta.get("example_value")) for node in graph.nodes]
+    return [node for node, value in values if type(value).__name__ == "DTensor"]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("plan", "sent"),
+    [
+        (LAYERS, {"all_reduce": 1}),
+        ({**LAYERS, **ENDS}, {"all_reduce": 2, "all_gather": 1}),
+        ({"up": ColwiseParallel(output_layouts=Replicate())}, {"all_gather": 1}),
+    ],
+    ids=["layers", "all", "gathered"],
+)
+def test_wrappers_become_what_a_rank_holds(plan, sent, bias):
+    changed, graph = unwrapped(plan, bias=bias)
+    assert changed == 3 * len(plan)
+    assert exchanged(graph) == sent
+    assert {node.op for node in wrappers(graph)} == {"placeholder"}
+    (output,) = graph.find_nodes(op="output")
+    assert output.args[0][0].meta["example_value"].shape[-1] == 10
+
+
+@pytest.mark.parametrize(
+    ("plan", "kwargs"),
+    [
+        ({**LAYERS, "embed": RowwiseParallel(input_layouts=Replicate())}, {"rows": 11}),
+        ({"head": ColwiseParallel(output_layouts=Replicate())}, {"rows": 11}),
+        ({**LAYERS, "up": ColwiseParallel(use_local_output=False)}, {}),
+        ({**LAYERS, "head": ColwiseParallel(input_layouts=Shard(1))}, {}),
+    ],
+    ids=["uneven table", "uneven head", "relu of a wrapper", "rows put together"],
+)
+def test_what_is_not_known_stays_wrapped(plan, kwargs):
+    """All of it, even where a part is known."""
+    changed, graph = unwrapped(plan, **kwargs)
+    assert changed == 0
+    assert not exchanged(graph)
+
+
+def test_a_graph_without_wrappers_is_left_alone():
+    graph = dynamo_graph(Block(), IDS).graph
+    before = str(graph)
+    assert LocalTensorsPass()(graph) == 0
+    assert str(graph) == before
+
+
+# --- sequence parallelism ---------------------------------------------------------------------
+
+
+def rms(x, weight):
+    """As transformers writes it."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * wide.to(x.dtype)
+
+
+def summed(x, group=None, op=dist.ReduceOp.SUM):
+    """Over ranks, in place, as transformers has it."""
+    dist.all_reduce(x, op, group)
+    return x
+
+
+def functional_sum(x):
+    return dist._functional_collectives.all_reduce(x, "sum", "0")
+
+
+def layers(x, w, weight, *, count=2, norm=rms, add=torch.add, reduce=summed, product=F.linear):
+    """Layers of a product, a sum over ranks, the residual and a norm."""
+    stream, normed = x, x
+    for _ in range(count):
+        stream = add(stream, reduce(product(normed, w)))
+        normed = norm(stream, weight)
+    return normed.relu()
+
+
+def inputs_of(dtype=torch.float32, shape=(1, 5)):
+    return (
+        torch.ones(*shape, WIDTH, dtype=dtype),
+        torch.eye(WIDTH, dtype=dtype),
+        torch.ones(WIDTH, dtype=dtype),
+    )
+
+
+def in_shares(function, *args, dynamic=True, **kwargs):
+    rows = args[0]
+    for dim, size in enumerate(rows.shape[:-1]):
+        if dynamic and size > 1:
+            torch._dynamo.mark_dynamic(rows, dim)
+    graph = dynamo_graph(lambda *inputs: function(*inputs, **kwargs), *args).graph
+    changed = SequenceParallelismPass()(graph)
+    assert is_sound(graph)
+    return changed, graph
+
+
+FORMS = {
+    "as transformers has it": {},
+    "a norm of torch": {"norm": lambda x, w: F.rms_norm(x, (WIDTH,), w, 1e-6)},
+    "layer_norm": {"norm": lambda x, w: F.layer_norm(x, (WIDTH,), w)},
+    "the residual behind": {"add": lambda stream, part: part + stream},
+    "a sum of its own": {
+        "reduce": lambda x: dist._functional_collectives.all_reduce(x, "sum", "0")
+    },
+    "no product": {"product": lambda x, w: x.sin()},
+    "a bias": {"product": lambda x, w: F.linear(x, w, w[0])},
+    "two readers of a norm": {"norm": lambda x, w: (n := rms(x, w)).sin() + n},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_comes_in_shares(form):
+    changed, graph = in_shares(layers, *inputs_of(), **FORMS[form])
+    assert changed == 2
+    assert exchanged(graph) == {"reduce_scatter": 2, "all_gather": 2}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        (torch.bfloat16, (5,)),
+        (torch.float16, (1, 5)),
+        (torch.float32, (3, 5)),
+        (torch.bfloat16, (2, 3, 5)),
+    ],
+)
+def test_dtypes_and_shapes(dtype, shape):
+    changed, graph = in_shares(layers, *inputs_of(dtype, shape))
+    assert changed == 2
+    (output,) = graph.find_nodes(op="output")
+    value = output.args[0][0].meta["example_value"]
+    assert (value.dtype, value.dim(), value.shape[-1]) == (dtype, len(shape) + 1, WIDTH)
+
+
+def test_the_residual_stays_in_shares():
+    """Rows of three layers are picked once of the residual, and in front of each sum."""
+    _, graph = in_shares(layers, *inputs_of(), count=3)
+    assert len(graph.find_nodes(op="call_method", target="index_select")) == 4
+    adds = [node for node in graph.nodes if node.target is torch.add]
+    assert len(adds) == 3
+    assert all(node.meta["example_value"].shape[1] != 5 for node in adds)
+
+
+def test_numbers_of_rows_that_need_no_filling_are_not_filled_up():
+    _, graph = in_shares(layers, *inputs_of(shape=(1, 6)), dynamic=False)
+    # The residual's own rows are picked all the same.
+    assert len(graph.find_nodes(op="call_method", target="index_select")) == 1
+    assert not graph.find_nodes(op="call_method", target="narrow")
+
+
+def test_a_sum_may_start_the_stream():
+    def model(x, w, weight):
+        return layers(summed(F.linear(x, w)), w, weight)
+
+    changed, graph = in_shares(model, *inputs_of())
+    assert changed == 2  # nobody norms the first one before it is needed whole
+
+    def normed_first(x, w, weight):
+        stream = summed(F.linear(x, w))
+        return rms(stream + summed(F.linear(rms(stream, weight), w)), weight)
+
+    changed, graph = in_shares(normed_first, *inputs_of())
+    assert changed == 2
+    assert exchanged(graph) == {"reduce_scatter": 2, "all_gather": 2}
+
+
+def test_a_stream_that_others_read_is_put_together_there():
+    """The last sum of the chain then gives the whole stream, and its norm is everyone's."""
+
+    def model(x, w, weight):
+        stream = x + summed(F.linear(x, w))
+        stream = stream + summed(F.linear(rms(stream, weight), w))
+        return rms(stream, weight), stream.view(-1).sin()
+
+    changed, graph = in_shares(model, *inputs_of())
+    assert changed == 2
+    assert exchanged(graph) == {"reduce_scatter": 2, "all_gather": 2}
+    views = graph.find_nodes(op="call_method", target="view")
+    for view in views:
+        memory = [n.meta["example_value"].untyped_storage()._cdata for n in (view, view.args[0])]
+        assert memory[0] == memory[1]
+
+
+def _read_inside(x, w, weight):
+    wide = x.to(torch.float32)
+    mean = wide.pow(2).mean(-1, keepdim=True)
+    return weight * (wide * torch.rsqrt(mean + 1e-6)), mean
+
+
+def _written(x, w, weight):
+    stream = x + summed(F.linear(x, w))
+    normed = rms(stream, weight)
+    stream.add_(1)
+    return normed
+
+
+NEAR_MISSES = {
+    "the largest": lambda x, w, n: layers(
+        x, w, n, reduce=lambda y: summed(y, op=dist.ReduceOp.MAX)
+    ),
+    "the mean": lambda x, w, n: layers(x, w, n, reduce=lambda y: summed(y, op=dist.ReduceOp.AVG)),
+    "another dtype": lambda x, w, n: layers(x.double(), w.double(), n.double()),
+    "the sum widens": lambda x, w, n: layers(
+        x, w, n, reduce=lambda y: summed(y.to(torch.bfloat16))
+    ),
+    "the sum broadcasts": lambda x, w, n: layers(
+        x, w, n, count=1, reduce=lambda y: summed(y[:, :1].clone())
+    ),
+    "somebody reads the sum": lambda x, w, n: layers(
+        x, w, n, reduce=lambda y: (s := summed(y)) + s.sin()
+    ),
+    "somebody reads the stream": lambda x, w, n: layers(
+        x, w, n, count=1, norm=lambda s, weight: rms(s, weight) + s
+    ),
+    "somebody reads inside of the norm": lambda x, w, n: _read_inside(
+        x + summed(F.linear(x, w)), w, n
+    ),
+    "a norm over more": lambda x, w, n: layers(
+        x, w, n, norm=lambda s, weight: F.layer_norm(s, s.shape[-2:])
+    ),
+    "no norm": lambda x, w, n: layers(x, w, n, norm=lambda s, weight: s.relu()),
+    "an input is summed in place": lambda x, w, n: rms(x + summed(w), n),
+    "the stream is written": _written,
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_misses(name):
+    changed, graph = in_shares(NEAR_MISSES[name], *inputs_of(shape=(1, WIDTH)), dynamic=False)
+    assert changed == 0
+    assert not exchanged(graph).keys() & {"reduce_scatter", "all_gather"}
+    assert exchanged(graph)["all_reduce"]
+
+
+def test_groups_are_not_mixed(other_group):
+    """The stream of one group ends where another one adds to it."""
+
+    def model(x, w, weight):
+        stream = x + summed(F.linear(x, w))
+        stream = stream + summed(F.linear(rms(stream, weight), w), other_group)
+        return rms(stream, weight)
+
+    changed, graph = in_shares(model, *inputs_of())
+    assert changed == 1
+    assert exchanged(graph) == {"all_reduce": 1, "reduce_scatter": 1, "all_gather": 1}
+
+
+def test_nothing_is_done_under_gradients():
+    x, w, weight = inputs_of()
+    w.requires_grad_()
+    seen = []
+
+    def backend(graph_module, _):
+        seen.append(SequenceParallelismPass()(graph_module.graph))
+        return graph_module.forward
+
+    with torch.enable_grad():
+        torch.compile(
+            lambda *args: layers(*args, reduce=functional_sum),
+            backend=backend,
+        )(x, w, weight)
+    assert seen == [0]
+
+
+def test_the_backend_counts_it():
+    options = toy_options(pass_config={"enable_sequence_parallelism": True})
+    (graph,) = explain(layers, *inputs_of(), options=options).graphs
+    assert graph.passes["sequence_parallelism"] == 2
+    (graph,) = explain(lambda x: x + 1, torch.ones(3), options=options).graphs
+    assert "enable_sequence_parallelism was asked for and changed nothing in this graph" in (
+        graph.notes
+    )
