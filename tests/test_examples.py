@@ -15,10 +15,14 @@ SAID = {
     "serve_prompts": "5 prompts served together; the tokens are those of model.generate",
     "own_splitting_op": "FULL becomes FULL_AND_PIECEWISE",
 }
+# Run by `test_two_ranks`.
+OVER_SEVERAL_PROCESSES = ["tensor_parallel"]
 
 
 def test_each_example_is_known() -> None:
-    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(SAID)
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(
+        [*SAID, *OVER_SEVERAL_PROCESSES]
+    )
 
 
 @pytest.mark.parametrize("name", SAID)

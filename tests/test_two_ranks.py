@@ -1,0 +1,103 @@
+"""Two real processes: ranks that agree, tensor parallelism, and sequence parallelism in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "two_ranks.py"
+SIZES = (5, 8, 64)
+MODES = ("NONE", "PIECEWISE", "FULL")
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What all checks found."""
+    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(SCRIPT), str(meeting)],
+            env={
+                **os.environ,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "PYTHONPATH": str(SCRIPT.parent.parent),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [rank.communicate(timeout=200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    for rank, (_, errors) in zip(ranks, printed, strict=True):
+        assert rank.returncode == 0, errors
+    found: dict[str, Any] = json.loads(printed[0][0].splitlines()[-1])
+    return found
+
+
+def test_ranks_with_other_batches_run_at_one_mode_and_size(facts: dict[str, Any]) -> None:
+    ran = ["FULL of 2", "FULL of 8", "NONE of 9", "FULL of 4", "NONE of 4"]
+    assert facts["agreement"]["ran"] == [ran, ran]
+    assert facts["agreement"]["is_right"] == [[True] * 5] * 2
+
+
+def test_ranks_with_other_limits_are_refused_on_both(facts: dict[str, Any]) -> None:
+    assert facts["refused"]["told"] == [
+        f"max_num_seqs={limit} differs between the ranks, whose steps would not fit each other; "
+        "give every rank the same"
+        for limit in (8, 9)
+    ]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tensor_parallel_models_run_in_every_mode(facts: dict[str, Any], mode: str) -> None:
+    """Wrappers are left out: 7 linear layers and 2 sums for each of 2 layers, and both ends."""
+    found = facts["sequence_parallelism"][f"{mode} off"]
+    assert found["graphs"] == 1
+    # Of three calls of three sizes, the last two replay: 3 pieces each, or all in one.
+    assert found["replays"] == {"NONE": 0, "PIECEWISE": 18, "FULL": 6}[mode]
+    assert found["unwrapped"] == 2 * 7 * 3 + 2 * 3
+    assert found["in_shares"] is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sequence_parallelism_equals_the_pass_off(facts: dict[str, Any], mode: str) -> None:
+    """Hard cases F2 and F4: 5 tokens are no multiple of the ranks.
+
+    With two ranks each sum has two terms, so nothing but the kernels of products may differ, which
+    see one row more at 5 tokens. Logits here are below 1, sums over at most 128 products in
+    float32.
+    """
+    found = facts["sequence_parallelism"]
+    assert found[f"{mode} on"]["in_shares"] == 2 * 2 + 1
+    assert found[f"{mode} on"]["graphs"] == 1
+    assert found[f"{mode} on"]["replays"] == found[f"{mode} off"]["replays"]
+    for size in SIZES:
+        assert found["distances"][f"{mode} of {size}"] < 1e-6
+
+
+def test_the_example_says_what_it_found(facts: dict[str, Any]) -> None:
+    assert facts["example"]["said"] == (
+        "2 ranks on cpu, 5 sums over ranks in shares: the logits of 5, 8, 64 tokens are those of "
+        "the whole model, 18 replays\n"
+    )
