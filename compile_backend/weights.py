@@ -36,6 +36,8 @@ class Weights:
         # objects, and the first to have the same contents, which torch swaps on `module.to(...)`.
         self._wrappers: dict[int, torch.Tensor | None] = {}
         self._contents: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        # Those that a wrapper keeps in slots, as distributed tensors do.
+        self._slots: list[tuple[torch.Tensor, str, torch.Tensor]] = []
         self._positions: list[int] = []
         self._table_sizes: list[int] = []
         self._addresses: list[int | None] = []
@@ -45,7 +47,8 @@ class Weights:
 
     def note(self) -> None:
         """Take the weights and the addresses of now for those that graphs read."""
-        self._tables, self._names, self._wrappers, self._contents = [], [], {}, []
+        self._tables, self._names, self._wrappers = [], [], {}
+        self._contents, self._slots = [], []
         for module in () if self._model is None else self._model.modules():
             for table in (module._parameters, module._buffers):  # noqa: SLF001 - the tables
                 for name, tensor in table.items():
@@ -68,17 +71,23 @@ class Weights:
         if tensor is None:
             self._wrappers[len(self._names) - 1] = None
             return
-        parts = names_of_wrapped(tensor)
+        parts, held = names_of_wrapped(tensor), vars(tensor)
         if parts:
             self._wrappers[len(self._names) - 1] = tensor
-            self._contents.append((tensor, vars(tensor)))
+            self._contents.append((tensor, held))
         for part in parts:
-            self._add(vars(tensor), part, getattr(tensor, part))
+            inner = getattr(tensor, part)
+            if part not in held:
+                self._slots.append((tensor, part, inner))
+            self._add(held if part in held else {part: inner}, part, inner)
 
     def have_moved(self) -> bool:
         """Whether a weight is elsewhere, lies there in another way, is gone or is new."""
         contents = self._contents
         if contents and any(vars(wrapper) is not held for wrapper, held in contents):
+            return True
+        slots = self._slots
+        if slots and any(getattr(wrapper, part) is not inner for wrapper, part, inner in slots):
             return True
         if self._watched is not None:
             return shortcuts.have_moved(self._watched)

@@ -6,6 +6,7 @@ tensor parallelism, and every compiler of pieces knows them.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.fx
 
 from passes.building import call_function, call_method, fill_value
+from passes.matching import is_contiguous
 from passes.reading import memory_of, only_reads
 
 if TYPE_CHECKING:
@@ -129,12 +131,15 @@ def all_shares(graph: torch.fx.Graph, share: torch.fx.Node, ranks: Ranks) -> tor
 
 
 def all_columns(graph: torch.fx.Graph, columns: torch.fx.Node, ranks: Ranks) -> torch.fx.Node:
-    """The last dimension of all ranks, one rank after the other; each has as much of it."""
-    rows = call_method(graph, "contiguous", (columns,))
+    """The last dimension of all ranks, one rank after the other; each has as much of it.
+
+    To reshape them would be to ask whether there is one row only, which no graph may depend on.
+    """
+    rows = columns if is_contiguous(columns) else call_method(graph, "contiguous", (columns,))
     gathered = all_shares(graph, rows, ranks)
     apart = call_method(graph, "unflatten", (gathered, 0, (ranks.size, -1)))
-    beside = call_method(graph, "movedim", (apart, 0, -2))
-    return call_method(graph, "flatten", (beside, -2))
+    parts = [call_function(graph, operator.getitem, (apart, rank)) for rank in range(ranks.size)]
+    return call_function(graph, torch.cat, (parts, -1))
 
 
 def _waited(graph: torch.fx.Graph, op: Any, args: Sequence[Any]) -> torch.fx.Node:

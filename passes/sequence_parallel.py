@@ -224,7 +224,7 @@ class _Rows:
     Attributes:
         sizes: of all dimensions but the last one; numbers or nodes.
         number: of rows.
-        share: of each rank, the last one's filled up.
+        share: of each rank, filled up; at least 2, since code for 1 row is not that for more.
         num_ranks: ranks.
     """
 
@@ -246,12 +246,13 @@ class _Rows:
             number = _computed(graph, operator.mul, number, size)
         share = _computed(graph, operator.add, number, num_ranks - 1)
         share = _computed(graph, operator.floordiv, share, num_ranks)
+        share = _computed(graph, torch.sym_max, share, 2)
         return cls(sizes, number, share, num_ranks)
 
     @property
     def are_even(self) -> bool:
         """Whether it is known that nothing is filled up."""
-        return isinstance(self.number, int) and self.number % self.num_ranks == 0
+        return isinstance(self.number, int) and self.number == self.share * self.num_ranks
 
 
 def _computed(graph: torch.fx.Graph, function: Any, a: Any, b: Any) -> Any:

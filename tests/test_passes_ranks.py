@@ -6,6 +6,7 @@ they compute is checked by real processes in `test_two_ranks`.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -23,7 +25,10 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from toy import dynamo_graph, toy_options
 
+from compile_backend.backend import stats
 from compile_backend.explain import explain
+from compile_backend.torch_internals.dynamo import size_1_like_any_other
+from compile_backend.weights import Weights
 from passes.local_tensors import LocalTensorsPass
 from passes.sequence_parallel import SequenceParallelismPass
 
@@ -135,6 +140,51 @@ def test_what_is_not_known_stays_wrapped(plan, kwargs):
     assert not exchanged(graph)
 
 
+def call_with_rows(compiled, first, *others, counts):
+    for count in counts:
+        rows = torch.cat([first[:, :1]] * count, 1)
+        torch._dynamo.mark_dynamic(rows, 1)
+        compiled(rows, *others)
+
+
+def assumes_nothing(model, *args):
+    """Whether several numbers of rows take no more graphs than Dynamo makes by itself."""
+    options = toy_options(pass_config={"enable_sequence_parallelism": True})
+    for counts, context in (
+        ((5, 2, 3, 8), contextlib.nullcontext()),
+        ((5, 1, 2, 3, 8), size_1_like_any_other()),
+    ):
+        by_itself = CompileCounter()
+        with context:
+            torch.compiler.reset()
+            call_with_rows(torch.compile(model, backend=by_itself), *args, counts=counts)
+            torch.compiler.reset()
+            compiled = torch.compile(model, backend="cudagraph_modes", options=options)
+            call_with_rows(compiled, *args, counts=counts)
+        if stats(compiled).graphs != by_itself.frame_count:
+            return False
+    return True
+
+
+def test_unwrapped_layers_assume_nothing_of_sizes():
+    plan = {**LAYERS, "head": ENDS["head"]}
+    assert assumes_nothing(parallelize_module(Block(), init_device_mesh("cpu", (2,)), plan), IDS)
+
+
+def test_weights_inside_of_wrappers_are_looked_after():
+    """They are kept in slots, not in the wrapper's dictionary."""
+    model = parallelize_module(Block(), init_device_mesh("cpu", (2,)), LAYERS)
+    weights = Weights(model)
+    model.up.weight.copy_(model.up.weight * 2)
+    assert not weights.have_moved()
+    model.up.weight._local_tensor = model.up.weight.to_local().clone()
+    assert weights.have_moved()
+    weights.note()
+    assert not weights.have_moved()
+    model.down.weight = nn.Parameter(model.down.weight.clone(), requires_grad=False)
+    assert weights.have_moved()
+
+
 def test_a_graph_without_wrappers_is_left_alone():
     graph = dynamo_graph(Block(), IDS).graph
     before = str(graph)
@@ -242,6 +292,11 @@ def test_numbers_of_rows_that_need_no_filling_are_not_filled_up():
     # The residual's own rows are picked all the same.
     assert len(graph.find_nodes(op="call_method", target="index_select")) == 1
     assert not graph.find_nodes(op="call_method", target="narrow")
+
+
+def test_shares_assume_nothing_of_sizes():
+    """Nor of few rows: where a rank's share is one row, and where some ranks have none."""
+    assert assumes_nothing(layers, *inputs_of())
 
 
 def test_a_sum_may_start_the_stream():

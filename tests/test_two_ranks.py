@@ -96,6 +96,12 @@ def test_sequence_parallelism_equals_the_pass_off(facts: dict[str, Any], mode: s
         assert found["distances"][f"{mode} of {size}"] < 1e-6
 
 
+def test_a_sharded_model_runs_on_a_paged_cache(facts: dict[str, Any]) -> None:
+    found = facts["paged"]
+    assert found["tokens"] == [found["expected"]] * 2
+    assert found["ran"] == [{"PIECEWISE of 8": 1, "FULL of 1": 2}] * 2
+
+
 def test_the_example_says_what_it_found(facts: dict[str, Any]) -> None:
     assert facts["example"]["said"] == (
         "2 ranks on cpu, 5 sums over ranks in shares: the logits of 5, 8, 64 tokens are those of "

@@ -20,6 +20,12 @@ from every_mode import EveryMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+from compile_backend.attention.builder import AttentionBatch
+from compile_backend.attention.huggingface import (
+    CAUSAL_LM_INPUTS,
+    CAUSAL_LM_OUTPUT,
+    paged_model,
+)
 from compile_backend.config import CUDAGraphMode
 from compile_backend.distributed import RankAgreement
 from compile_backend.errors import ConfigError
@@ -98,10 +104,8 @@ def refused() -> dict[str, Any]:
 @torch.no_grad()
 def sequence_parallelism() -> dict[str, Any]:
     """Hard case F2: how far the pass is from the pass off, by mode and size; what was replayed."""
-    torch.manual_seed(0)
-    model = tensor_parallel.LlamaForCausalLM(tensor_parallel.CONFIG).eval()
+    model = seeded_llama()
     parallelize_module(model, init_device_mesh("cpu", (2,)), tensor_parallel.PLAN)
-    model.requires_grad_(requires_grad=False)
     logits: dict[str, list[torch.Tensor]] = {}
     facts: dict[str, Any] = {}
     for is_on in (False, True):
@@ -133,6 +137,61 @@ def sequence_parallelism() -> dict[str, Any]:
     return facts
 
 
+@torch.no_grad()
+def paged() -> dict[str, Any]:
+    """A runner of a sharded model on a paged cache: a prompt and decodes, and where they ran."""
+    torch.compiler.reset()
+    model = seeded_llama()
+    tokens = list(range(5))
+    expected = list(tokens)
+    for _ in range(3):
+        logits = model(torch.tensor([expected]), use_cache=False).logits
+        expected.append(int(logits[0, -1].argmax()))
+    sharded = parallelize_module(model, init_device_mesh("cpu", (2,)), tensor_parallel.PLAN)
+    paged = paged_model(sharded, num_blocks=8, max_model_len=16)
+    options = {
+        "cudagraph_capture_sizes": [1, 8],
+        "piece_compiler": "eager",
+        "pass_config": {"enable_sequence_parallelism": True},
+    }
+    runner = GraphModelRunner(
+        torch.compile(paged.module, backend="cudagraph_modes", options=options),
+        options,
+        input_spec=CAUSAL_LM_INPUTS,
+        output_shape=CAUSAL_LM_OUTPUT,
+        metadata_builder=paged.builder,
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        ranks=RankAgreement.over(),
+        device="cpu",
+    )
+    runner.capture(progress=False)
+    num_new = len(tokens)
+    for _ in range(3):
+        count = len(tokens)
+        logits = runner.run(
+            Batch(
+                query_lens=[num_new],
+                inputs={
+                    "input_ids": [tokens[-num_new:]],
+                    "position_ids": [list(range(count - num_new, count))],
+                    "logits_indices": [num_new - 1],
+                },
+                attention=AttentionBatch(seq_lens=[count], block_table=[[0, 1]]),
+            )
+        )
+        tokens.append(int(logits.argmax()))
+        num_new = 1
+    ran = {at: count for at, count in steps(runner).items() if count}
+    return {"tokens": everywhere(tokens), "expected": expected, "ran": everywhere(ran)}
+
+
+def seeded_llama() -> Any:
+    torch.manual_seed(0)
+    model = tensor_parallel.LlamaForCausalLM(tensor_parallel.CONFIG).eval()
+    return model.requires_grad_(requires_grad=False)
+
+
 def everywhere(fact: Any) -> list[Any]:
     facts = [None, None]
     dist.all_gather_object(facts, fact)
@@ -145,7 +204,7 @@ def main() -> None:
     # Not at the port of the example, which the other rank may still hold.
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
-    for check in (agreement, refused, sequence_parallelism):
+    for check in (agreement, refused, sequence_parallelism, paged):
         facts[check.__name__] = check()
     dist.destroy_process_group()
     if rank == 0:
