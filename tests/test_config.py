@@ -302,12 +302,7 @@ def test_query_length_of_uniform_decode_is_one_plus_the_guesses(guesses):
 @pytest.mark.parametrize(
     ("options", "refused"),
     [
-        *(
-            ({"pass_config": {flag: True}}, flag)
-            for flag in (
-                "enable_async_tp",
-            )
-        ),
+        *(({"pass_config": {flag: True}}, flag) for flag in ("enable_async_tp",)),
     ],
 )
 def test_options_of_later_releases_are_not_ignored_in_silence(options, refused):

@@ -4,55 +4,67 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 SCRIPT = Path(__file__).parent / "two_ranks.py"
 SIZES = (5, 8, 64)
 MODES = ("NONE", "PIECEWISE", "FULL")
+MAX_SECONDS = 240
+"""Of both processes, whatever they wait for: less than a test may take."""
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What all checks found."""
-    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(SCRIPT), str(meeting)],
+    folder = tmp_path_factory.mktemp("ranks")
+    # As torchrun does: a free port that somebody else may take before rank 0 does is none.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    printed = [(folder / f"out{rank}", folder / f"errors{rank}") for rank in range(2)]
+    ranks = [_start(rank, folder, store.port, *paths) for rank, paths in enumerate(printed)]
+    deadline = time.monotonic() + MAX_SECONDS
+    try:
+        # Where one fails, the other one may wait for it as long as it likes.
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            if any(rank.poll() for rank in ranks):
+                break
+            time.sleep(0.05)
+        codes = [rank.poll() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert codes == [0, 0], "\n".join(errors.read_text() for _, errors in printed)
+    found: dict[str, Any] = json.loads(printed[0][0].read_text().splitlines()[-1])
+    return found
+
+
+def _start(rank: int, folder: Path, port: int, out: Path, errors: Path) -> subprocess.Popen[bytes]:
+    """One rank, which prints to files: a full pipe that nobody reads yet would stop it."""
+    with out.open("wb") as to_out, errors.open("wb") as to_errors:
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(SCRIPT), str(folder / "meeting")],
             env={
                 **os.environ,
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
                 "WORLD_SIZE": "2",
                 "LOCAL_WORLD_SIZE": "2",
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "PYTHONPATH": str(SCRIPT.parent.parent),
             },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            stdout=to_out,
+            stderr=to_errors,
         )
-        for rank in range(2)
-    ]
-    try:
-        printed = [rank.communicate(timeout=200) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    for rank, (_, errors) in zip(ranks, printed, strict=True):
-        assert rank.returncode == 0, errors
-    found: dict[str, Any] = json.loads(printed[0][0].splitlines()[-1])
-    return found
 
 
 def test_ranks_with_other_batches_run_at_one_mode_and_size(facts: dict[str, Any]) -> None:

@@ -7,10 +7,12 @@ prints those of all checks as its last line.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import json
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from compile_backend.step_inputs import Dim, InputSpec
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import tensor_parallel
 
+MAX_SECONDS = 220
 RUNTIME_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
 
@@ -199,11 +202,19 @@ def everywhere(fact: Any) -> list[Any]:
 
 
 def main() -> None:
+    # Ends, and tells where it stood, even if nobody is left to end it.
+    faulthandler.dump_traceback_later(MAX_SECONDS, exit=True)
     torch.set_num_threads(1)
     facts = {"example": example()}
-    # Not at the port of the example, which the other rank may still hold.
+    # Not by the store of the example, which remembers that group.
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{sys.argv[1]}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
     for check in (agreement, refused, sequence_parallelism, paged):
         facts[check.__name__] = check()
     dist.destroy_process_group()
