@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx
 
-from passes.building import call_function, fill_value
-from passes.fp8_fusion import refresh
+from passes.building import call_function, fill_value, refresh
 from passes.fp8_quantisation import STATIC, Quantisation, quantisations
 from passes.matching import FLOATS, called, is_alike, is_contiguous, tensor_of
 from passes.ops_fp8 import FP8

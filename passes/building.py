@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx
 
+from passes.reading import memory_of
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -50,6 +52,14 @@ def fill_value(node: torch.fx.Node) -> None:
             node.meta["example_value"] = getattr(args[0], target)(*args[1:], **kwargs)
         else:
             node.meta["example_value"] = target(*args, **kwargs)
+
+
+def refresh(graph: torch.fx.Graph, stale: set[int | None]) -> None:
+    """Work out anew what shares memory with values that are no more."""
+    gone = stale - {None}
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method") and memory_of(node) in gone:
+            fill_value(node)
 
 
 def _value(node: torch.fx.Node) -> Any:

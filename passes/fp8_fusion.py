@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx
 
-from passes.building import call_function, call_method, fill_value
+from passes.building import call_function, call_method, refresh
 from passes.fp8_quantisation import PER_TENSOR, STATIC, Quantisation, quantisations
 from passes.matching import is_contiguous, keeps_rows, new_sizes
 from passes.reading import Memory, memory_of
@@ -217,11 +217,3 @@ def _viewed(
         last = sizes[-1] if row is None else row
         node = call_method(graph, "reshape", (node, *sizes[:-1], last))
     return node
-
-
-def refresh(graph: torch.fx.Graph, stale: set[int | None]) -> None:
-    """Work out anew what shares memory with values that are no more."""
-    gone = stale - {None}
-    for node in graph.nodes:
-        if node.op in ("call_function", "call_method") and memory_of(node) in gone:
-            fill_value(node)

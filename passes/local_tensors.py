@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from passes.building import call_function, call_method
 from passes.collectives import Ranks, all_columns, sum_over_ranks
@@ -72,7 +73,7 @@ class LocalTensorsPass:
 
     def uuid(self) -> str:
         """Identifies this version of the rewrite."""
-        return "local_tensors-1"
+        return "local_tensors-2"
 
 
 def _is_wrapped_call(node: torch.fx.Node) -> bool:
@@ -162,16 +163,25 @@ def _ranks_of(node: torch.fx.Node) -> Ranks | None:
     value = node.meta["example_value"]
     if len(value.placements) != 1:
         return None
-    return Ranks.of(value.device_mesh.get_group().group_name)
+    ranks = Ranks.of(value.device_mesh.get_group().group_name)
+    # A mesh may name ranks in an order of its own, which collectives do not follow.
+    place = value.device_mesh.get_coordinate()
+    return ranks if ranks is not None and place is not None and [*place] == [ranks.rank] else None
+
+
+def _options(node: torch.fx.Node) -> dict[str, Any]:
+    """What a call is told by keyword."""
+    options = dict(node.kwargs)
+    if inspect.isfunction(node.target) and node.target.__closure__:
+        options.update(inspect.getclosurevars(node.target).nonlocals.get("kwargs_as_value", {}))
+    return options
 
 
 def _given(node: torch.fx.Node) -> torch.fx.Node | None:
     """What is wrapped, by a call that neither checks nor sends anything."""
-    options = dict(node.kwargs)
-    if inspect.isfunction(node.target) and node.target.__closure__:
-        options.update(inspect.getclosurevars(node.target).nonlocals.get("kwargs_as_value", {}))
     source = node.args[0]
-    if options.get("run_check", False) is not False or not isinstance(source, torch.fx.Node):
+    is_checked = _options(node).get("run_check", False) is not False
+    if is_checked or not isinstance(source, torch.fx.Node):
         return None
     return None if _is_wrapper(source.meta.get("example_value")) else source
 
@@ -249,7 +259,9 @@ def _redistributed(
 ) -> torch.fx.Node | None:
     source = node.args[0]
     local = held.get(source) if isinstance(source, torch.fx.Node) else None
-    if local is None:
+    options = _options(node)
+    in_another_dtype = any(options.get(f"{way}_dtype") for way in ("forward", "backward"))
+    if local is None or in_another_dtype:
         return None
     assert isinstance(source, torch.fx.Node)
     before, after = source.meta["example_value"], node.meta["example_value"]
@@ -262,5 +274,5 @@ def _redistributed(
         return None
     if was == _SUM:
         return sum_over_ranks(graph, local, ranks)
-    is_even = was == before.dim() - 1 and before.shape[-1] % ranks.size == 0
-    return all_columns(graph, local, ranks) if is_even else None
+    is_even = statically_known_true(before.shape[-1] % ranks.size == 0)
+    return all_columns(graph, local, ranks) if is_even and was == before.dim() - 1 else None

@@ -32,53 +32,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx
 
-from passes.building import call_function, call_method, fill_value
-from passes.collectives import (
-    Reduced,
-    all_shares,
-    reduced_over_ranks,
-    share_of_sum,
-    take_apart_sums_in_place,
-)
-from passes.fp8_fusion import refresh
-from passes.matching import FLOATS, called, is_alike, is_contiguous, tensor_of, total
+from passes.building import call_function, call_method, fill_value, refresh
+from passes.collectives import all_shares, share_of_sum, take_apart_sums_in_place
+from passes.matching import called
 from passes.reading import Memory, memory_of
-from passes.rms_norm_fp8 import norm_of
+from passes.residual import chains_of, in_shares
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    """What is computed of each row by itself.
-
-    Attributes:
-        result: what others read.
-        nodes: that make it, the result included, in order.
-    """
-
-    result: torch.fx.Node
-    nodes: tuple[torch.fx.Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Site:
-    """A sum over ranks, added to the residual.
-
-    Attributes:
-        reduced: the sum over ranks.
-        stream: what goes on to the next layer, the residual included.
-        residual: what is added; None where the sum starts the stream.
-        norms: of the stream.
-        others: whoever else reads the stream, except for the next sum.
-    """
-
-    reduced: Reduced
-    stream: torch.fx.Node
-    residual: torch.fx.Node | None
-    norms: tuple[_Norm, ...]
-    others: frozenset[torch.fx.Node]
+    from passes.residual import RowNorm, Site
 
 
 class SequenceParallelismPass:
@@ -98,7 +61,7 @@ class SequenceParallelismPass:
         memory = Memory.of(graph)
         stale: set[int | None] = set()
         changed = 0
-        for chain in _chains(_sites(graph, memory)):
+        for chain in chains_of(graph, memory):
             stale |= _rewrite(graph, chain)
             changed += len(chain)
         refresh(graph, stale)
@@ -107,114 +70,6 @@ class SequenceParallelismPass:
     def uuid(self) -> str:
         """Identifies this version of the rewrite."""
         return "sequence_parallelism-1"
-
-
-# --- finding ----------------------------------------------------------------------------------
-
-
-def _sites(graph: torch.fx.Graph, memory: Memory) -> list[_Site]:
-    """All sums over ranks that could come in shares, in order."""
-    reduced = [found for node in graph.nodes if (found := reduced_over_ranks(node)) is not None]
-    norms = _norms(graph) if reduced else {}
-    sites = [_site(found, norms) for found in reduced if found.ranks.size > 1]
-    return [site for site in sites if _is_sound(site, memory)]
-
-
-def _norms(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[_Norm]]:
-    """The norms of a graph by what they read, of which nobody else reads the inside."""
-    order = {node: number for number, node in enumerate(graph.nodes)}
-    found: dict[torch.fx.Node, list[_Norm]] = {}
-    for node in graph.nodes:
-        norm = norm_of(node)
-        if norm is not None:
-            source, nodes = norm.source, norm.nodes
-        elif called(node) in ("rms_norm", "layer_norm") and _is_of_rows(node):
-            source, nodes = node.args[0], frozenset({node})
-        else:
-            continue
-        if all(nodes.issuperset(inner.users) for inner in nodes - {node}):
-            inside = tuple(sorted(nodes, key=order.__getitem__))
-            found.setdefault(source, []).append(_Norm(node, inside))
-    return found
-
-
-def _is_of_rows(node: torch.fx.Node) -> bool:
-    """Whether a norm of torch is one over the last dimension."""
-    source = node.args[0] if node.args else None
-    shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
-    value = tensor_of(source)
-    if value is None or not isinstance(shape, (tuple, list)) or len(shape) != 1:
-        return False
-    return is_contiguous(node) and is_contiguous(source)  # type: ignore[arg-type]
-
-
-def _site(reduced: Reduced, norms: dict[torch.fx.Node, list[_Norm]]) -> _Site:
-    stream, residual = reduced.result, None
-    users = list(stream.users)
-    terms = total(users[0]) if len(users) == 1 else None
-    if terms is not None and terms[0] is not terms[1]:
-        first, second = terms
-        other = second if first is stream else first
-        if _are_alike(users[0], stream, other):
-            stream, residual = users[0], other
-    held = tuple(norms.get(stream, ()))
-    inside = {node for norm in held for node in norm.nodes}
-    return _Site(reduced, stream, residual, held, frozenset(stream.users) - inside)
-
-
-def _are_alike(*nodes: Any) -> bool:
-    values = [tensor_of(node) for node in nodes]
-    first = values[0]
-    return first is not None and all(
-        value is not None and is_alike(value, first) for value in values
-    )
-
-
-def _is_sound(site: _Site, memory: Memory) -> bool:
-    """Whether the values of a site may be made in another way."""
-    inside = [node for norm in site.norms for node in norm.nodes]
-    nodes = [site.reduced.source, *site.reduced.nodes, site.stream, *inside]
-    if site.residual is not None:
-        nodes.append(site.residual)
-    values = [node.meta.get("example_value") for node in nodes]
-    value = tensor_of(site.stream)
-    if value is None or value.dim() < 2 or value.dtype not in FLOATS:
-        return False
-    width: Any = value.shape[-1]
-    if not isinstance(width, int) or not is_contiguous(site.stream):
-        return False
-    is_trained = any(getattr(one, "requires_grad", False) for one in values)
-    return not is_trained and not any(memory.may_be_written(node) for node in nodes)
-
-
-def _chains(sites: Iterable[_Site]) -> list[list[_Site]]:
-    """Sites by the stream that goes through them, without those that would gain nothing.
-
-    Only the last one of a chain may have readers besides the next sum and its norms: there all
-    ranks put the stream itself together, in place of what its norms give.
-    """
-    chains: list[list[_Site]] = []
-    for site in sites:
-        last = chains[-1][-1] if chains else None
-        goes_on = (
-            last is not None
-            and last.stream is site.residual
-            and last.reduced.ranks == site.reduced.ranks
-            and last.others == {site.stream}
-        )
-        if goes_on:
-            chains[-1].append(site)
-        else:
-            chains.append([site])
-    return [chain for chain in chains if any(site.norms for site in _in_shares(chain))]
-
-
-def _in_shares(chain: Sequence[_Site]) -> Sequence[_Site]:
-    """The sites of a chain whose norms are computed in shares."""
-    return chain[:-1] if chain[-1].others else chain
-
-
-# --- rewriting --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,16 +119,16 @@ def _computed(graph: torch.fx.Graph, function: Any, a: Any, b: Any) -> Any:
     return call_function(graph, function, (a, b))
 
 
-def _rewrite(graph: torch.fx.Graph, chain: Sequence[_Site]) -> set[int | None]:
+def _rewrite(graph: torch.fx.Graph, chain: Sequence[Site]) -> set[int | None]:
     """Put shares in the place of a chain; returns memory that is no more, for `refresh`."""
     stale: set[int | None] = set()
-    in_shares = _in_shares(chain)
+    kept = in_shares(chain)
     share: torch.fx.Node | None = None
     for site in chain:
         with graph.inserting_before(site.stream):
             rows = _Rows.of(graph, site.reduced.source, site.reduced.ranks.size)
             share = _stream_share(graph, site, rows, share)
-            if site not in in_shares:
+            if site not in kept:
                 whole = _gathered(graph, site, rows, share)
                 stale.add(memory_of(site.stream))
                 site.stream.replace_all_uses_with(whole)
@@ -286,7 +141,7 @@ def _rewrite(graph: torch.fx.Graph, chain: Sequence[_Site]) -> set[int | None]:
             norm.result.replace_all_uses_with(whole)
     unread = {node for site in chain for node in (*site.reduced.nodes, site.stream)}
     unread |= {site.reduced.source for site in chain}
-    unread |= {node for site in in_shares for norm in site.norms for node in norm.nodes}
+    unread |= {node for site in kept for norm in site.norms for node in norm.nodes}
     for node in reversed(list(graph.nodes)):
         if node in unread and node.op.startswith("call_") and not node.users:
             graph.erase_node(node)
@@ -294,7 +149,7 @@ def _rewrite(graph: torch.fx.Graph, chain: Sequence[_Site]) -> set[int | None]:
 
 
 def _stream_share(
-    graph: torch.fx.Graph, site: _Site, rows: _Rows, residual_share: torch.fx.Node | None
+    graph: torch.fx.Graph, site: Site, rows: _Rows, residual_share: torch.fx.Node | None
 ) -> torch.fx.Node:
     """This rank's rows of the stream behind a site, with as many dimensions as all of it.
 
@@ -359,7 +214,7 @@ def _picked(
 
 
 def _gathered(
-    graph: torch.fx.Graph, site: _Site, rows: _Rows, share: torch.fx.Node
+    graph: torch.fx.Graph, site: Site, rows: _Rows, share: torch.fx.Node
 ) -> torch.fx.Node:
     """The rows of all ranks, in the shape of the stream."""
     last = int(site.stream.meta["example_value"].shape[-1])
@@ -371,7 +226,7 @@ def _gathered(
 
 
 def _copied(
-    graph: torch.fx.Graph, norm: _Norm, stream: torch.fx.Node, share: torch.fx.Node
+    graph: torch.fx.Graph, norm: RowNorm, stream: torch.fx.Node, share: torch.fx.Node
 ) -> torch.fx.Node:
     """The same norm of this rank's rows."""
     made = {stream: share}

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -138,6 +138,44 @@ def test_what_is_not_known_stays_wrapped(plan, kwargs):
     changed, graph = unwrapped(plan, **kwargs)
     assert changed == 0
     assert not exchanged(graph)
+
+
+def summed_in_a_wrapper(order=(0, 1), placement=None, **options):
+    """A function that gives the sum of what each rank wraps, or something close to it."""
+    mesh, held = DeviceMesh("cpu", list(order)), (placement or Partial(),)
+
+    def function(x):
+        wrapped = DTensor.from_local(x, mesh, held, run_check=False)
+        return wrapped.redistribute(placements=(Replicate(),), **options).to_local().relu()
+
+    return function
+
+
+NOT_A_PLAIN_SUM = {
+    "the mean": {"placement": Partial("avg")},
+    "the largest": {"placement": Partial("max")},
+    "in another dtype": {"forward_dtype": torch.float32},
+    "ranks in another order": {"order": (1, 0)},
+}
+
+
+@pytest.mark.parametrize("name", NOT_A_PLAIN_SUM)
+def test_what_stays_wrapped_runs_without_graphs_and_says_so(name):
+    """A wrapper that was lost would give another dtype, or another reduction."""
+    x = torch.linspace(-2, 2, 32, dtype=torch.bfloat16).view(4, 8)
+    options = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [4], "piece_compiler": "eager"}
+    for kwargs, is_known in (({}, True), (NOT_A_PLAIN_SUM[name], False)):
+        torch.compiler.reset()
+        function = summed_in_a_wrapper(**kwargs)
+        assert (LocalTensorsPass()(dynamo_graph(function, x).graph) == 2) is is_known
+        compiled = torch.compile(function, backend="cudagraph_modes", options=options)
+        outputs = [compiled(x) for _ in range(3)]
+        expected = function(x)
+        assert all(output.dtype is expected.dtype for output in outputs)
+        assert all(torch.equal(output, expected) for output in outputs)
+        assert stats(compiled).total("replays") == (2 if is_known else 0)
+        reasons = explain(function, x, options=options).graphs[0].downgrades
+        assert any("only wraps other tensors" in str(reason) for reason in reasons) is not is_known
 
 
 def call_with_rows(compiled, first, *others, counts):
@@ -297,6 +335,13 @@ def test_numbers_of_rows_that_need_no_filling_are_not_filled_up():
 def test_shares_assume_nothing_of_sizes():
     """Nor of few rows: where a rank's share is one row, and where some ranks have none."""
     assert assumes_nothing(layers, *inputs_of())
+
+
+def test_no_rows_are_left_alone():
+    """There is no last row that could fill up a share."""
+    changed, graph = in_shares(layers, *inputs_of(shape=(1, 0)), dynamic=False)
+    assert changed == 0
+    assert exchanged(graph) == {"all_reduce": 2}
 
 
 def test_a_sum_may_start_the_stream():
