@@ -92,8 +92,10 @@ class _Rows:
     def of(cls, graph: torch.fx.Graph, node: torch.fx.Node, num_ranks: int) -> _Rows:
         """The rows of a node's value."""
         value = node.meta["example_value"]
+        # A product must not be computed to tell how many rows it has.
+        asked = node.args[0] if called(node) == "linear" and node.args else node
         sizes = tuple(
-            size if isinstance(size, int) else call_method(graph, "size", (node, dim))
+            size if isinstance(size, int) else call_method(graph, "size", (asked, dim))
             for dim, size in enumerate(value.shape[:-1])
         )
         number: Any = 1

@@ -325,6 +325,15 @@ def test_the_residual_stays_in_shares():
     assert all(node.meta["example_value"].shape[1] != 5 for node in adds)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_a_product_reads_is_filled_up_not_what_it_gives(dynamic):
+    """Nor is a product left that only tells how many rows there are."""
+    _, graph = in_shares(layers, *inputs_of(), count=2, dynamic=dynamic)
+    products = [node for node in graph.nodes if node.target is F.linear]
+    assert len(products) == 2
+    assert {node.args[0].target for node in products} == {"index_select"}
+
+
 def test_numbers_of_rows_that_need_no_filling_are_not_filled_up():
     _, graph = in_shares(layers, *inputs_of(shape=(1, 6)), dynamic=False)
     # The residual's own rows are picked all the same.
