@@ -175,11 +175,12 @@ def quantise_by_largest(
 def _scaled(
     values,
     scale,
+    KIND: tl.constexpr,
     MULTIPLIES: tl.constexpr,
     FP8_MAX: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    scaled = values * scale if MULTIPLIES else divided(values, scale, IS_INTERPRETED)
+    scaled = values * scale if MULTIPLIES else divided(values, scale, KIND, IS_INTERPRETED)
     # What is no number stays none.
     return tl.clamp(scaled, -FP8_MAX, FP8_MAX, tl.PropagateNan.ALL)
 
@@ -252,16 +253,16 @@ def _rows_kernel(
         tl.store(scale + row + tl.arange(0, 1), by_row)
         if MULTIPLIES:
             by_row = tl.math.div_rn(tl.full((1,), 1.0, tl.float32), by_row)
-        result = _scaled(values, by_row, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
+        result = _scaled(values, tl.max(by_row, 0), kind, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
         tl.store(quantised_0 + here, result.to(quantised_0.dtype.element_ty), mask=is_there)
     else:
-        result = _scaled(values, by_0, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
+        result = _scaled(values, by_0, kind, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
         tl.store(quantised_0 + here, result.to(quantised_0.dtype.element_ty), mask=is_there)
         if NUM_SCALES > 1:
-            result = _scaled(values, by_1, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
+            result = _scaled(values, by_1, kind, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
             tl.store(quantised_1 + here, result.to(quantised_1.dtype.element_ty), mask=is_there)
         if NUM_SCALES > 2:
-            result = _scaled(values, by_2, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
+            result = _scaled(values, by_2, kind, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
             tl.store(quantised_2 + here, result.to(quantised_2.dtype.element_ty), mask=is_there)
 
 
@@ -281,11 +282,13 @@ def _quantise_kernel(
     program = tl.program_id(0).to(tl.int64)
     here = program * BLOCK + tl.arange(0, BLOCK)
     one = tl.arange(0, 1)
-    values = tl.load(made + here, mask=here < count, other=0.0).to(tl.float32)
+    loaded = tl.load(made + here, mask=here < count, other=0.0)
     factor = _scale_of(tl.load(largest + one), least, FP8_MAX)
     if program == 0:
         tl.store(scale + one, factor)
     if MULTIPLIES:
         factor = tl.math.div_rn(tl.full((1,), 1.0, tl.float32), factor)
-    result = _scaled(values, factor, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
+    values = loaded.to(tl.float32)
+    factor = tl.max(factor, 0)
+    result = _scaled(values, factor, loaded.dtype, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
     tl.store(quantised + here, result.to(quantised.dtype.element_ty), mask=here < count)

@@ -8,6 +8,8 @@ by a few more; what is rounded to 16 bits then may be one step off, and so may a
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ import triton
 import triton.language as tl
 
 from passes import ops_fp8, ops_fp8_cuda
-from passes.exact_quotient import divided
+from passes.exact_quotient import divided, product_suffices
 
 FP8 = ops_fp8.FP8
 SIZES = (64, 96, 7, 1)
@@ -145,14 +147,56 @@ def test_a_single_row_has_one_scale(
 @triton.jit
 def _divide(values, divisor, quantised, SIZE: tl.constexpr):
     here = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    quotient = divided(tl.load(values + here), tl.load(divisor), False)
+    given = tl.load(values + here)
+    quotient = divided(given.to(tl.float32), tl.load(divisor), given.dtype, False)
     quotient = tl.clamp(quotient, -448.0, 448.0, tl.PropagateNan.ALL)
     tl.store(quantised + here, quotient.to(tl.float8e4nv))
 
 
+@triton.jit
+def _ask(divisors, answers, KIND: tl.constexpr):
+    place = tl.program_id(0)
+    tl.store(answers + place, product_suffices(tl.load(divisors + place), KIND))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(tl.bfloat16, torch.bfloat16), (tl.float16, torch.float16)],
+    ids=["bfloat16", "float16"],
+)
+def test_products_are_taken_only_where_they_round_alike(kind: Any, dtype: torch.dtype) -> None:
+    """All numbers of 16 bits, by divisors of any kind and by those that lead near a middle."""
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).float()
+    values = values[values.isfinite()]
+    generator = torch.Generator().manual_seed(0)
+    near = torch.randint(128, 256, (40,), generator=generator) / torch.arange(17, 57) * 16
+    near = torch.cat([near * (1 + n * 2.0**-24) for n in (-1, 0, 1)])
+    spread = 2 ** torch.empty(120).uniform_(-20, 20, generator=generator)
+    divisors = torch.cat([near, spread, torch.tensor([1.0, 0.5, 448.0, 2 - 2**-23])])
+    answers = torch.zeros(len(divisors), dtype=torch.int32)
+    _ask[(len(divisors),)](divisors, answers, KIND=kind)
+    differ = []
+    for divisor, answer in zip(divisors, answers.tolist(), strict=True):
+        exact = (values / divisor).clamp(-448, 448).to(FP8).view(torch.uint8)
+        product = (values * (1.0 / divisor)).clamp(-448, 448).to(FP8).view(torch.uint8)
+        differ.append(not torch.equal(exact, product))
+        assert not (differ[-1] and answer), divisor
+    assert any(differ)
+    assert answers[len(near) : -4].float().mean() > 0.9
+
+
+@pytest.mark.parametrize("kind", [tl.float32, tl.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("divisor", [0.0, -0.0, 1e-30, 1e30, float("inf"), float("nan")])
+def test_products_are_not_taken_by_divisors_near_the_ends(kind: Any, divisor: float) -> None:
+    answers = torch.ones(1, dtype=torch.int32)
+    _ask[(1,)](torch.tensor([divisor]), answers, KIND=kind)
+    assert answers.item() == 0
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("exponent", [-149, -127, -61, -60, -20, -1, 0, 7, 59, 60, 61, 127])
-def test_quotients_are_those_of_exact_division(exponent: int) -> None:
+def test_quotients_are_those_of_exact_division(exponent: int, dtype: torch.dtype) -> None:
     """Bit for bit, middles between two 8-bit floats and the ends of float32 included."""
     generator = torch.Generator().manual_seed(exponent + 200)
     middles = torch.arange(256, dtype=torch.uint8).view(FP8).float()
@@ -164,7 +208,7 @@ def test_quotients_are_those_of_exact_division(exponent: int) -> None:
         near = middles.cuda() * scale
         spread = torch.randn(4096, generator=generator).cuda() * 100 * scale
         values = torch.cat([near, near.nextafter(ends[2]), near.nextafter(ends[3]), spread, ends])
-        values = torch.nn.functional.pad(values, (0, -len(values) % 256))
+        values = torch.nn.functional.pad(values, (0, -len(values) % 256)).to(dtype)
         quantised = torch.empty_like(values, dtype=FP8)
         _divide[(len(values) // 256,)](values, scale, quantised, SIZE=256)
         expected = ops_fp8.quantise(values, scale, multiplies=False)

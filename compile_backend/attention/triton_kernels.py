@@ -178,7 +178,7 @@ def _as_output(
     """
     if FP8_MAX > 0:
         acc = acc.to(ROUNDED).to(tl.float32)
-        acc = acc * scale if MULTIPLIES else divided(acc, scale, IS_INTERPRETED)
+        acc = acc * scale if MULTIPLIES else divided(acc, scale, ROUNDED, IS_INTERPRETED)
         acc = tl.clamp(acc, -FP8_MAX, FP8_MAX, tl.PropagateNan.ALL)
     return acc.to(output.dtype.element_ty)
 
