@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compile_backend.build import BuiltGraph, artefact_cache, build_graph
-from compile_backend.config import CompilationConfig, CUDAGraphMode, unavailable
+from compile_backend.config import CompilationConfig, CUDAGraphMode
 from compile_backend.errors import ConfigError
 from compile_backend.graph_engine import CudaEngine
 from compile_backend.once import WarnOnce
@@ -156,8 +156,6 @@ class CudagraphModesBackend:
                 'choose by options={"cudagraph_mode": ...} instead',
             )
         config = CompilationConfig.from_options(options)
-        for error in unavailable(config):
-            raise error
         owner = calling_compile()
         compiled = self._compiled_by(owner)
         is_whole = is_stored(graph_module) or not (

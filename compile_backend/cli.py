@@ -25,7 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from compile_backend.bench import command as bench_command
 from compile_backend.cache import ArtefactCache, cache_directory, cache_size_bytes
-from compile_backend.config import CompilationConfig, unavailable
+from compile_backend.config import CompilationConfig
 from compile_backend.errors import CaptureError, ConfigError
 from compile_backend.explain import explain
 from compile_backend.explain_html import as_page
@@ -209,8 +209,7 @@ def _options(parsed: argparse.Namespace, default: Mapping[str, Any]) -> dict[str
         ) from None
     if isinstance(options, dict):
         options = {**default, **options}
-    for refusal in unavailable(CompilationConfig.from_options(options)):
-        raise refusal
+    CompilationConfig.from_options(options)  # refuses what is wrong
     return dict(options)
 
 

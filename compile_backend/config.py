@@ -285,7 +285,11 @@ def _refusing_unknown(owner: type[_Owner]) -> type[_Owner]:
 @_refusing_unknown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassConfig:
-    """Which graph rewrites to run; all are off by default."""
+    """Which graph rewrites to run; all are off by default.
+
+    Raises:
+        ConfigError: a flag is no bool, or needs another one.
+    """
 
     enable_noop: bool = False
     enable_fusion: bool = False
@@ -296,6 +300,13 @@ class PassConfig:
     def __post_init__(self) -> None:
         for flag in fields(self):
             _flag(flag.name, getattr(self, flag.name))
+        if self.enable_async_tp and not self.enable_sequence_parallelism:
+            raise ConfigError(
+                "enable_async_tp",
+                True,
+                "needs enable_sequence_parallelism, whose exchanges it spreads over products",
+                "set both",
+            )
 
 
 def _pass_config(option: str, value: Any) -> PassConfig:
@@ -441,31 +452,3 @@ def _check_partition(config: CompilationConfig) -> None:
                 "as one",
                 "leave one of the two out",
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Unavailable:
-    """An option, or a flag of `pass_config`, that is checked but not built yet."""
-
-    option: str
-    is_asked: Callable[[CompilationConfig], bool]
-    fix: str
-
-
-_UNAVAILABLE = (
-    _Unavailable(
-        "enable_async_tp", lambda config: config.pass_config.enable_async_tp, "leave it out"
-    ),
-)
-
-
-def unavailable(config: CompilationConfig) -> list[ConfigError]:
-    """What the config asks for and this release cannot do yet, as errors to raise.
-
-    Such options are not ignored in silence, nor refused where they are only written down.
-    """
-    return [
-        ConfigError(row.option, True, "is not available in this release", row.fix)
-        for row in _UNAVAILABLE
-        if row.is_asked(config)
-    ]

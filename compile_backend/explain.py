@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compile_backend.config import CompilationConfig, CUDAGraphMode, unavailable
+from compile_backend.config import CompilationConfig, CUDAGraphMode
 from compile_backend.explanation import (
     Cut,
     DistinctPiece,
@@ -62,11 +62,9 @@ def explain(
         **kwargs: keyword arguments of the call.
 
     Raises:
-        ConfigError: an option is wrong, or what it asks for is not available.
+        ConfigError: an option is wrong.
     """
     config = CompilationConfig.from_options(options)
-    for error in unavailable(config):
-        raise error
     original = _uncompiled(model)
     planner = _Planner(config, _parameter_names(original, inputs))
 

@@ -23,6 +23,7 @@ from compile_backend.torch_internals.cuda import (
     weak_tensor,
 )
 from compile_backend.torch_internals.graphs import tree_map
+from compile_backend.torch_internals.symmetric_memory import workspaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -175,12 +176,20 @@ class CudaGraph:
         graph: captured.
         outputs: of the capture.
         device: the index of its device.
+        kept: memory outside of the pool that the graph uses, and that others may let go.
     """
 
-    __slots__ = ("_device", "_graph", "_launch", "outputs")
+    __slots__ = ("_device", "_graph", "_kept", "_launch", "outputs")
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any, device: int) -> None:
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        outputs: Any,
+        device: int,
+        kept: Sequence[torch.Tensor] = (),
+    ) -> None:
         self._graph = graph
+        self._kept = kept
         self._device = device
         self._launch: object | None = None
         self.outputs = outputs
@@ -246,7 +255,7 @@ class CudaEngine:
                 raise CaptureError(str(error)) from error
             except Exception as error:
                 raise CaptureError(f"{type(error).__name__}: {error}") from error
-        return CudaGraph(graph, outputs, self.device.index)
+        return CudaGraph(graph, outputs, self.device.index, workspaces())
 
     def keep_weakly(self, outputs: Any) -> Any:
         """`outputs`, CUDA tensors of this device as views without ownership."""

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from compile_backend.attention.ops import attention, attention_fp8
 from compile_backend.errors import ConfigError, number_of
 from compile_backend.own_passes import OPTION, OwnPass, own_passes
+from compile_backend.torch_internals.symmetric_memory import why_not_shared
 from passes.additive_mask import AdditiveMaskPass
+from passes.async_tp import AsyncTPPass
 from passes.attn_fp8 import AttnQuantFusionPass
 from passes.building import fill_value
 from passes.constant_tensors import ConstantTensorsPass
@@ -50,12 +52,14 @@ class PassResult:
         asked_by: the option or flag that asked for it; None for those that always run.
         changed: places changed.
         uuid: tells this version of the rewrite from others; None where nothing does.
+        hindrance: why places were left alone that the pass is for; None where it does not say.
     """
 
     name: str
     asked_by: str | None
     changed: int
     uuid: str | None
+    hindrance: str | None = None
 
 
 def passes_at_first() -> tuple[GraphPass, ...]:
@@ -78,6 +82,7 @@ def passes_of_flags() -> dict[str, tuple[GraphPass, ...]]:
     return {
         "enable_noop": (NoopPass(),),
         "enable_sequence_parallelism": (SequenceParallelismPass(),),
+        "enable_async_tp": (AsyncTPPass(why_not_shared),),
         "enable_fusion": (RMSNormFp8Pass(), SiluMulFp8Pass()),
         "enable_attn_fusion": (AttnQuantFusionPass(attention, attention_fp8),),
     }
@@ -133,12 +138,15 @@ def is_fused(node: torch.fx.Node) -> bool:
 def idle_passes(results: Iterable[PassResult]) -> list[str]:
     """What the user asked for that changed nothing, as notes."""
     changed: dict[str, int] = {}
+    hindrances: dict[str, str] = {}
     for result in results:
         if result.asked_by is not None:
             asked = f"{OPTION}: {result.name}" if result.asked_by == OPTION else result.asked_by
             changed[asked] = changed.get(asked, 0) + result.changed
+            if result.hindrance is not None:
+                hindrances[asked] = f": {result.hindrance}"
     return [
-        f"{asked} was asked for and changed nothing in this graph"
+        f"{asked} was asked for and changed nothing in this graph{hindrances.get(asked, '')}"
         for asked, count in changed.items()
         if not count
     ]
@@ -153,7 +161,8 @@ def _run(
     if is_told and changed:
         places = number_of("place", changed)
         logger.debug("%s: %s\nbefore: %s\nafter: %s", graph_pass.name, places, before, graph)
-    return PassResult(graph_pass.name, asked_by, changed, graph_pass.uuid())
+    hindrance = getattr(graph_pass, "hindrance", None)
+    return PassResult(graph_pass.name, asked_by, changed, graph_pass.uuid(), hindrance)
 
 
 def _fill_values(

@@ -9,7 +9,10 @@ if TYPE_CHECKING:
 
 
 class GraphPass(Protocol):
-    """A rewrite of one FX graph in place."""
+    """A rewrite of one FX graph in place.
+
+    One that cannot be had everywhere says in an attribute `hindrance` why it left places alone.
+    """
 
     @property
     def name(self) -> str:

@@ -53,14 +53,14 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduced:
-    """A sum over ranks in a graph, which each of them gets.
+class Exchange:
+    """What ranks exchange at one place of a graph.
 
     Attributes:
-        source: this rank's term.
-        result: the sum.
-        ranks: that have terms.
-        nodes: that make it, the result included.
+        source: what this rank gives.
+        result: what it gets.
+        ranks: that take part.
+        nodes: that do it, the result included.
     """
 
     source: torch.fx.Node
@@ -69,19 +69,36 @@ class Reduced:
     nodes: frozenset[torch.fx.Node]
 
 
-def reduced_over_ranks(node: torch.fx.Node) -> Reduced | None:
-    """The sum whose value a node is; None for all else, other reductions included."""
+def reduced_over_ranks(node: torch.fx.Node) -> Exchange | None:
+    """The sum over ranks whose value a node is; None for all else, other reductions included."""
+    return _exchange(node, "all_reduce", 3)
+
+
+def scattered_over_ranks(node: torch.fx.Node) -> Exchange | None:
+    """The sum over ranks of which a node is this rank's rows; None for all else."""
+    return _exchange(node, "reduce_scatter_tensor", 4)
+
+
+def gathered_from_ranks(node: torch.fx.Node) -> Exchange | None:
+    """The rows of all ranks, if a node is those; None for all else."""
+    return _exchange(node, "all_gather_into_tensor", 3)
+
+
+def _exchange(node: torch.fx.Node, name: str, count: int) -> Exchange | None:
     started = _arguments(node, "wait_tensor", 1)
     if started is None or not isinstance(started[0], torch.fx.Node):
         return None
-    sent = _arguments(started[0], "all_reduce", 3)
-    if sent is None or not isinstance(sent[0], torch.fx.Node) or sent[1] != "sum":
+    sent = _arguments(started[0], name, count)
+    if sent is None or not isinstance(sent[0], torch.fx.Node):
         return None
-    ranks = Ranks.of(sent[2])
+    if name != "all_gather_into_tensor" and sent[1] != "sum":
+        return None
+    ranks = Ranks.of(sent[-1])
     if ranks is None or set(started[0].users) != {node}:
         return None
-    source: torch.fx.Node = sent[0]
-    return Reduced(source, node, ranks, frozenset({node, started[0]}))
+    if name != "all_reduce" and sent[-2] != ranks.size:
+        return None
+    return Exchange(sent[0], node, ranks, frozenset({node, started[0]}))
 
 
 def take_apart_sums_in_place(graph: torch.fx.Graph) -> None:

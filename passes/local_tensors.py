@@ -73,7 +73,7 @@ class LocalTensorsPass:
 
     def uuid(self) -> str:
         """Identifies this version of the rewrite."""
-        return "local_tensors-2"
+        return "local_tensors-1"
 
 
 def _is_wrapped_call(node: torch.fx.Node) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from passes.collectives import Reduced, reduced_over_ranks
+from passes.collectives import Exchange, reduced_over_ranks
 from passes.matching import FLOATS, called, is_alike, is_contiguous, tensor_of, total
 from passes.rms_norm_fp8 import norm_of
 
@@ -49,7 +49,7 @@ class Site:
         others: whoever else reads the stream, except for the next sum.
     """
 
-    reduced: Reduced
+    reduced: Exchange
     stream: torch.fx.Node
     residual: torch.fx.Node | None
     norms: tuple[RowNorm, ...]
@@ -102,7 +102,7 @@ def _is_of_rows(node: torch.fx.Node) -> bool:
     return is_contiguous(node) and is_contiguous(source)  # type: ignore[arg-type]
 
 
-def _site(reduced: Reduced, norms: dict[torch.fx.Node, list[RowNorm]]) -> Site:
+def _site(reduced: Exchange, norms: dict[torch.fx.Node, list[RowNorm]]) -> Site:
     stream, residual = reduced.result, None
     users = list(stream.users)
     terms = total(users[0]) if len(users) == 1 else None

@@ -373,13 +373,13 @@ def test_after_an_error_in_its_warm_up_a_key_is_still_captured():
         ({"cudagraph_mode": "FAST"}, "cudagraph_mode='FAST' is not a mode; use one of NONE"),
         ({"cudagraph_capture_sizes": [8, 4]}, r"must ascend; use \(4, 8\)"),
         ({"splitting_ops": ["my op.f"]}, "is neither an op nor a Python function; write"),
-        ({"pass_config": {"enable_async_tp": True}}, "is not available in this release"),
+        ({"pass_config": {"enable_async_tp": True}}, "needs enable_sequence_parallelism"),
         ({"use_inductor_graph_partition": True}, "piece_compiler='eager' has no Inductor"),
         ({"strict": True, "cudagraph_mode": "PIECEWISE", "splitting_ops": []}, "nothing is split"),
         ({"describe_batch": lambda _: 4}, "is not a batch descriptor; return a BatchDescriptor"),
     ],
     ids=[
-        *("unknown", "mode", "sizes", "op", "unavailable", "contradiction", "strict"),
+        *("unknown", "mode", "sizes", "op", "pass", "contradiction", "strict"),
         "descriptor",
     ],
 )

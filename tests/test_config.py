@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compile_backend.config import CompilationConfig, CUDAGraphMode, PassConfig, unavailable
+from compile_backend.config import CompilationConfig, CUDAGraphMode, PassConfig
 from compile_backend.errors import ConfigError
 from compile_backend.support import AttentionCGSupport
 
@@ -299,27 +299,13 @@ def test_query_length_of_uniform_decode_is_one_plus_the_guesses(guesses):
     assert held.uniform_decode_query_len == 1 + guesses
 
 
-@pytest.mark.parametrize(
-    ("options", "refused"),
-    [
-        *(({"pass_config": {flag: True}}, flag) for flag in ("enable_async_tp",)),
-    ],
-)
-def test_options_of_later_releases_are_not_ignored_in_silence(options, refused):
-    errors = unavailable(config(**options))
-    assert [error.option for error in errors] == [refused]
-    assert "is not available in this release" in str(errors[0])
-
-
-def test_defaults_ask_for_nothing_unavailable():
-    assert unavailable(CompilationConfig()) == []
-
-
-def test_passes_that_are_built_are_available():
-    flags = {
-        "enable_noop": True,
-        "enable_sequence_parallelism": True,
-        "enable_fusion": True,
-        "enable_attn_fusion": True,
-    }
-    assert unavailable(config(pass_config=flags, inductor_passes={"mine": print})) == []
+def test_async_tp_needs_sequence_parallelism():
+    """In whatever order, and nothing else needs another flag."""
+    for flags in ({"enable_async_tp": True}, {"enable_async_tp": True, "enable_fusion": True}):
+        with pytest.raises(ConfigError, match="enable_async_tp=True needs enable_sequence_par"):
+            config(pass_config=flags)
+    for flag in dataclasses.fields(PassConfig):
+        if flag.name != "enable_async_tp":
+            assert getattr(config(pass_config={flag.name: True}).pass_config, flag.name)
+    both = {"enable_async_tp": True, "enable_sequence_parallelism": True}
+    assert config(pass_config=both).pass_config.enable_async_tp

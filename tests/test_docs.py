@@ -19,7 +19,6 @@ from compile_backend.config import (
     CompilationConfig,
     CUDAGraphMode,
     PassConfig,
-    unavailable,
 )
 from compile_backend.pipeline import passes_at_first, passes_before_split, passes_of_flags
 from compile_backend.resolve import RULES, resolve_cudagraph_mode
@@ -127,17 +126,6 @@ def _default(option: Any) -> str:
 def test_docs_name_each_pass() -> None:
     row = next(row for row in _rows(OPTIONS, "option") if row[0] == "pass_config")
     assert re.findall(r"enable_\w+", row[2]) == [flag.name for flag in fields(PassConfig)]
-
-
-def test_docs_say_what_is_not_available() -> None:
-    asking = {"pass_config": {flag.name: True for flag in fields(PassConfig)}}
-    refused = [error.option for error in unavailable(CompilationConfig.from_options(asking))]
-    section = OPTIONS.partition("## Not available yet")[2]
-    named = _rows(section, "flag of pass_config")
-    assert [row[0] for row in named] == refused
-    line = re.search(r"\*\*Not available yet\*\*.*?\n\n", README, re.DOTALL)
-    assert line is not None
-    assert re.findall(r"`(\w+)`", line[0]) == refused
 
 
 def test_how_it_works_has_a_row_for_each_pass() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -475,3 +477,21 @@ def test_what_other_threads_wait_for_does_not_spoil_a_warm_up():
     _, trial = engine.warm_up(slow, (torch.ones(4),))
     thread.join()
     assert trial.refused is None
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_keeps_the_workspaces_by_which_ranks_exchange(monkeypatch):
+    """torch lets one go when it takes a larger one."""
+    engine = CudaEngine(torch.device("cuda", torch.cuda.current_device()))
+    name = "torch.distributed._symmetric_memory"
+    held = importlib.import_module(name)._group_name_to_workspace_tensor
+    workspace = torch.ones(2, device=engine.device)
+    monkeypatch.setitem(held, "a group", workspace)
+    _, graph = captured(engine, lambda x: x * 2, [torch.ones(2, device=engine.device)])
+    held["a group"] = None
+    alive = weakref.ref(workspace)
+    del workspace
+    assert alive() is not None
+    del graph
+    gc.collect()
+    assert alive() is None

@@ -1,20 +1,27 @@
 """What ranks exchange in a graph: every form that is rewritten, and every near miss.
 
-One process stands for rank 1 of 2; its group sends nothing, since graphs are looked at here. What
-they compute is checked by real processes in `test_two_ranks`.
+Graphs are looked at here. What they compute is checked by real processes in `test_two_ranks`.
 """
 
 from __future__ import annotations
-
-import contextlib
-from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from rank_graphs import (
+    WIDTH,
+    assumes_nothing,
+    exchanged,
+    functional_sum,
+    inputs_of,
+    is_sound,
+    layers,
+    one_of_two_ranks,
+    rms,
+    summed,
+)
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -22,26 +29,19 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from toy import dynamo_graph, toy_options
 
 from compile_backend.backend import stats
 from compile_backend.explain import explain
-from compile_backend.torch_internals.dynamo import size_1_like_any_other
 from compile_backend.weights import Weights
 from passes.local_tensors import LocalTensorsPass
 from passes.sequence_parallel import SequenceParallelismPass
 
-WIDTH = 8
-RANK = 1
-
 
 @pytest.fixture(scope="module", autouse=True)
 def other_group():
-    """A default group of two ranks, and another one of the same."""
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=2)
-    yield dist.new_group([0, 1])
-    dist.destroy_process_group()
+    with one_of_two_ranks() as group:
+        yield group
 
 
 @pytest.fixture(autouse=True)
@@ -49,18 +49,6 @@ def _fresh_dynamo():
     torch.compiler.reset()
     with torch.no_grad():
         yield
-
-
-def exchanged(graph):
-    """How often each collective is called."""
-    names = (getattr(node.target, "__name__", str(node.target)) for node in graph.nodes)
-    kinds = ("all_reduce", "reduce_scatter", "all_gather")
-    return Counter(kind for name in names for kind in kinds if name.startswith(kind))
-
-
-def is_sound(graph):
-    graph.lint()
-    return all(node.op == "output" or "example_value" in node.meta for node in graph.nodes)
 
 
 # --- wrappers ---------------------------------------------------------------------------------
@@ -178,32 +166,6 @@ def test_what_stays_wrapped_runs_without_graphs_and_says_so(name):
         assert any("only wraps other tensors" in str(reason) for reason in reasons) is not is_known
 
 
-def call_with_rows(compiled, first, *others, counts):
-    for count in counts:
-        rows = torch.cat([first[:, :1]] * count, 1)
-        torch._dynamo.mark_dynamic(rows, 1)
-        compiled(rows, *others)
-
-
-def assumes_nothing(model, *args):
-    """Whether several numbers of rows take no more graphs than Dynamo makes by itself."""
-    options = toy_options(pass_config={"enable_sequence_parallelism": True})
-    for counts, context in (
-        ((5, 2, 3, 8), contextlib.nullcontext()),
-        ((5, 1, 2, 3, 8), size_1_like_any_other()),
-    ):
-        by_itself = CompileCounter()
-        with context:
-            torch.compiler.reset()
-            call_with_rows(torch.compile(model, backend=by_itself), *args, counts=counts)
-            torch.compiler.reset()
-            compiled = torch.compile(model, backend="cudagraph_modes", options=options)
-            call_with_rows(compiled, *args, counts=counts)
-        if stats(compiled).graphs != by_itself.frame_count:
-            return False
-    return True
-
-
 def test_unwrapped_layers_assume_nothing_of_sizes():
     plan = {**LAYERS, "head": ENDS["head"]}
     assert assumes_nothing(parallelize_module(Block(), init_device_mesh("cpu", (2,)), plan), IDS)
@@ -231,40 +193,6 @@ def test_a_graph_without_wrappers_is_left_alone():
 
 
 # --- sequence parallelism ---------------------------------------------------------------------
-
-
-def rms(x, weight):
-    """As transformers writes it."""
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-    return weight * wide.to(x.dtype)
-
-
-def summed(x, group=None, op=dist.ReduceOp.SUM):
-    """Over ranks, in place, as transformers has it."""
-    dist.all_reduce(x, op, group)
-    return x
-
-
-def functional_sum(x):
-    return dist._functional_collectives.all_reduce(x, "sum", "0")
-
-
-def layers(x, w, weight, *, count=2, norm=rms, add=torch.add, reduce=summed, product=F.linear):
-    """Layers of a product, a sum over ranks, the residual and a norm."""
-    stream, normed = x, x
-    for _ in range(count):
-        stream = add(stream, reduce(product(normed, w)))
-        normed = norm(stream, weight)
-    return normed.relu()
-
-
-def inputs_of(dtype=torch.float32, shape=(1, 5)):
-    return (
-        torch.ones(*shape, WIDTH, dtype=dtype),
-        torch.eye(WIDTH, dtype=dtype),
-        torch.ones(WIDTH, dtype=dtype),
-    )
 
 
 def in_shares(function, *args, dynamic=True, **kwargs):

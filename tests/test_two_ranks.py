@@ -92,8 +92,11 @@ def test_tensor_parallel_models_run_in_every_mode(facts: dict[str, Any], mode: s
     assert found["in_shares"] is None
 
 
+@pytest.mark.parametrize("setting", ["in shares", "overlapped"])
 @pytest.mark.parametrize("mode", MODES)
-def test_sequence_parallelism_equals_the_pass_off(facts: dict[str, Any], mode: str) -> None:
+def test_sequence_parallelism_equals_the_pass_off(
+    facts: dict[str, Any], mode: str, setting: str
+) -> None:
     """Hard cases F2 and F4: 5 tokens are no multiple of the ranks.
 
     With two ranks each sum has two terms, so nothing but the kernels of products may differ, which
@@ -101,11 +104,22 @@ def test_sequence_parallelism_equals_the_pass_off(facts: dict[str, Any], mode: s
     float32.
     """
     found = facts["sequence_parallelism"]
-    assert found[f"{mode} on"]["in_shares"] == 2 * 2 + 1
-    assert found[f"{mode} on"]["graphs"] == 1
-    assert found[f"{mode} on"]["replays"] == found[f"{mode} off"]["replays"]
+    assert found[f"{mode} {setting}"]["in_shares"] == 2 * 2 + 1
+    assert found[f"{mode} {setting}"]["graphs"] == 1
+    assert found[f"{mode} {setting}"]["replays"] == found[f"{mode} off"]["replays"]
     for size in SIZES:
-        assert found["distances"][f"{mode} of {size}"] < 1e-6
+        assert found["distances"][f"{mode} of {size} {setting}"] < 1e-6
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_products_overlap_with_what_is_around_them(facts: dict[str, Any], mode: str) -> None:
+    """Each of 2 layers has 5 products of gathered rows and 2 of which sums are scattered.
+
+    The head multiplies what is left of the rows by then, by itself.
+    """
+    found = facts["sequence_parallelism"]
+    assert found[f"{mode} overlapped"]["overlapped"] == 2 * (5 + 2)
+    assert found[f"{mode} in shares"]["overlapped"] is None
 
 
 def test_a_sharded_model_runs_on_a_paged_cache(facts: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from every_mode import EveryMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+from compile_backend import pipeline
 from compile_backend.attention.builder import AttentionBatch
 from compile_backend.attention.huggingface import (
     CAUSAL_LM_INPUTS,
@@ -39,6 +40,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import tensor_parallel
 
 MAX_SECONDS = 220
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "off": (),
+    "in shares": ("enable_sequence_parallelism",),
+    "overlapped": ("enable_sequence_parallelism", "enable_async_tp"),
+}
 RUNTIME_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
 
@@ -106,12 +112,16 @@ def refused() -> dict[str, Any]:
 
 @torch.no_grad()
 def sequence_parallelism() -> dict[str, Any]:
-    """Hard case F2: how far the pass is from the pass off, by mode and size; what was replayed."""
+    """Hard case F2: how far passes are from passes off, by mode and size; what was replayed.
+
+    Ops that overlap run as their references here, which their pass is made to believe in.
+    """
     model = seeded_llama()
     parallelize_module(model, init_device_mesh("cpu", (2,)), tensor_parallel.PLAN)
     logits: dict[str, list[torch.Tensor]] = {}
     facts: dict[str, Any] = {}
-    for is_on in (False, True):
+    pipeline.why_not_shared = lambda *_: None
+    for setting, flags in SETTINGS.items():
         torch.compiler.reset()
         every = EveryMode(
             model,
@@ -119,7 +129,7 @@ def sequence_parallelism() -> dict[str, Any]:
             options={
                 "piece_compiler": "eager",
                 "cudagraph_capture_sizes": tensor_parallel.SIZES,
-                "pass_config": {"enable_sequence_parallelism": is_on},
+                "pass_config": dict.fromkeys(flags, True),
             },
         )
         for mode in RUNTIME_MODES:
@@ -130,13 +140,18 @@ def sequence_parallelism() -> dict[str, Any]:
                     out = call(ids, use_cache=False).logits
                 logits.setdefault(f"{mode.name} of {n}", []).append(out)
             report = every.stats(mode)
-            facts[f"{mode.name} {'on' if is_on else 'off'}"] = {
+            facts[f"{mode.name} {setting}"] = {
                 "graphs": report.graphs,
                 "replays": report.total("replays"),
                 "unwrapped": report.passes["local_tensors"],
                 "in_shares": report.passes.get("sequence_parallelism"),
+                "overlapped": report.passes.get("async_tp"),
             }
-    facts["distances"] = {at: float((on - off).abs().max()) for at, (off, on) in logits.items()}
+    facts["distances"] = {
+        f"{at} {setting}": float((on - outputs[0]).abs().max())
+        for at, outputs in logits.items()
+        for setting, on in zip(SETTINGS, outputs, strict=True)
+    }
     return facts
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compile_backend.bench.shapes import SHAPES
-from compile_backend.config import CompilationConfig, CUDAGraphMode, unavailable
+from compile_backend.config import CompilationConfig, CUDAGraphMode
 from compile_backend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -130,8 +130,7 @@ class BenchRequest:
             )
         if self.has_growth:
             self.shape.with_layers(1)  # refuses depths that are given
-        for refusal in unavailable(self.config):
-            raise refusal
+        CompilationConfig.from_options(self.options)  # refuses what is wrong
 
     @property
     def config(self) -> CompilationConfig:
