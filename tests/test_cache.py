@@ -117,7 +117,10 @@ def start(cache_dir: Path, inductor_dir: Path, seed: int) -> subprocess.Popen[st
 
 
 def told_by(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, _ = process.communicate(timeout=280)
+    try:
+        out, _ = process.communicate(timeout=280)
+    finally:
+        process.kill()  # nothing, where it has ended
     assert process.returncode == 0
     return dict(json.loads(out.splitlines()[-1]))
 

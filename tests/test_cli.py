@@ -339,6 +339,7 @@ def test_module_is_the_command() -> None:
         capture_output=True,
         text=True,
         check=True,
+        timeout=280,
     ).stdout
     assert "generate" in shown
     assert "explain" in shown

@@ -33,6 +33,7 @@ from toy import dynamo_graph, toy_options
 
 from compile_backend.backend import stats
 from compile_backend.explain import explain
+from compile_backend.piece_key import structural_key
 from compile_backend.weights import Weights
 from passes.local_tensors import LocalTensorsPass
 from passes.sequence_parallel import SequenceParallelismPass
@@ -169,6 +170,23 @@ def test_what_stays_wrapped_runs_without_graphs_and_says_so(name):
 def test_unwrapped_layers_assume_nothing_of_sizes():
     plan = {**LAYERS, "head": ENDS["head"]}
     assert assumes_nothing(parallelize_module(Block(), init_device_mesh("cpu", (2,)), plan), IDS)
+
+
+def test_wrappers_that_are_cut_in_other_ways_are_other_pieces():
+    """A wrapper has the sizes of the whole, and so tells nothing of what a rank computes."""
+    mesh = init_device_mesh("cpu", (2,))
+    parts = (torch.ones(4, 8), torch.ones(8, 4), torch.ones(4, 8))
+    keys = [
+        structural_key(
+            dynamo_graph(
+                lambda x, w: x + w.to_local().sum(),
+                torch.ones(3),
+                DTensor.from_local(part, mesh, [Shard(0 if len(part) == 4 else 1)]),
+            )
+        )
+        for part in parts
+    ]
+    assert keys[0] == keys[2] != keys[1]
 
 
 def test_weights_inside_of_wrappers_are_looked_after():

@@ -74,6 +74,7 @@ def test_the_parameters_are_those_of_the_compiled_code() -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=280,
     )
     assert result.returncode == 0, result.stderr
     store, reduce = json.loads(result.stdout)
