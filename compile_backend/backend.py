@@ -31,6 +31,7 @@ from compile_backend.torch_internals.dynamo import (
     leaves_something_behind,
     reaching_the_user,
 )
+from compile_backend.torch_internals.recompile_limit import LimitReached, watch_limits
 from compile_backend.torch_internals.stored_graph import is_stored
 
 if TYPE_CHECKING:
@@ -123,6 +124,16 @@ class CudagraphModesBackend:
         self._compiled: dict[int, tuple[weakref.ref[object], _Compiled]] = {}
         self._traces: dict[int, tuple[weakref.ref[object], StoredTraces]] = {}
 
+    @property
+    def _tags(self) -> tuple[str, ...]:
+        """What Dynamo notes on a backend when one is first asked for by name."""
+        return ()
+
+    @_tags.setter
+    def _tags(self, _: tuple[str, ...]) -> None:
+        # The first call that uses this backend may be one that Dynamo will not compile.
+        watch_limits(self._limit_reached)
+
     def __call__(
         self,
         graph_module: torch.fx.GraphModule,
@@ -136,6 +147,7 @@ class CudagraphModesBackend:
         Raises:
             ConfigError: an option is wrong, or what it asks for is not available.
         """
+        watch_limits(self._limit_reached)
         try:
             return self._compile(graph_module, example_inputs, mode, options)
         except ConfigError as error:
@@ -188,6 +200,22 @@ class CudagraphModesBackend:
             plan.num_graphs,
         )
         return built.graph
+
+    def _limit_reached(self, reached: LimitReached) -> None:
+        owner: Any = reached.compile_call
+        if backend_of(owner) is not self:
+            return
+        option = f"torch._dynamo.config.{reached.option}"
+        error = ConfigError(
+            option,
+            reached.limit,
+            f"is reached: Dynamo compiled {reached.function} that often, for models of one class "
+            "or for calls that differ, and runs it from now on without this backend",
+            f"raise it, as by {option} = {8 * reached.limit}",
+        )
+        if CompilationConfig.from_options(owner.kwargs.get("options")).strict:
+            raise reaching_the_user(error)
+        self._compiled_by(owner).warn_once(logger, (option, reached.function), "%s", error)
 
     def reset(self) -> None:
         """Forget every compiled graph; called by `torch._dynamo.reset()`."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NOT_COMPILED = (
     "was not compiled, since torch.compile handed over nothing of it, and is captured as it is",
-    "see Dynamo's log: its recompile limit was reached, or compilation is switched off",
+    "raise torch._dynamo.config.recompile_limit, or switch compilation on; Dynamo's log tells",
 )
 """What is wrong with a model of which Dynamo compiled nothing, and what to do."""
 

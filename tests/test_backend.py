@@ -16,8 +16,8 @@ import toy
 from torch.nn.attention.flex_attention import flex_attention
 from toy import FULL, MODES, NONE, PIECEWISE, WIDTH, Twin, compiled, counts, rows, toy_model
 
-from compile_backend import BatchDescriptor, reset, set_forward_context, stats
-from compile_backend.backend import CudagraphModesBackend
+from compile_backend import BatchDescriptor, ConfigError, reset, set_forward_context, stats
+from compile_backend.backend import CudagraphModesBackend, cudagraph_modes
 from compile_backend.context import current_forward_context
 
 attn_new = torch.ops.toy.attn_new
@@ -691,3 +691,82 @@ def test_a_batch_may_be_described_by_the_user():
         both(rows(3))
     assert counts(both.stats, "replays") == {FULL: 2}
     assert all(shapes == [(3, WIDTH)] for shapes in described)
+
+
+# --- Dynamo's limits --------------------------------------------------------------------------
+
+
+def _limit_warnings(caplog):
+    return [r.message for r in caplog.records if "is reached" in r.message]
+
+
+@pytest.mark.parametrize("limit", ["recompile_limit", "accumulated_recompile_limit"])
+def test_a_model_beyond_dynamos_limit_is_told_once(limit, caplog):
+    x, models = rows(4), [toy_model() for _ in range(4)]
+    compiled_models = [compiled(model, cudagraph_mode="FULL") for model in models]
+    with torch.no_grad(), torch._dynamo.config.patch({limit: 2}):
+        for _ in range(3):
+            for model, run in zip(models, compiled_models, strict=True):
+                torch.testing.assert_close(run(x), model(x))
+    (message,) = _limit_warnings(caplog)
+    assert f"torch._dynamo.config.{limit}=2 is reached" in message
+    assert "Dynamo compiled ToyModel.forward" in message
+    assert f"raise it, as by torch._dynamo.config.{limit} = 16" in message
+    assert [stats(run).graphs for run in compiled_models] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_strict_raises_at_dynamos_limit(fullgraph):
+    x = rows(4)
+    runs = [compiled(toy_model(), fullgraph=fullgraph, strict=True) for _ in range(4)]
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2):
+        for run in runs[:2]:
+            run(x)
+        for run in (*runs[2:], *runs[2:]):  # each time, and for each model
+            with pytest.raises(ConfigError, match=r"config\.recompile_limit=2 is reached"):
+                run(x)
+        runs[0](x)
+    with torch.no_grad():
+        runs[2](x)  # the limit is raised
+    assert stats(runs[2]).graphs == 1
+
+
+def test_calls_that_differ_reach_dynamos_limit(caplog):
+    run = compiled(lambda x, k: attn_new(x) * k, dynamic=False)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2):
+        for num_tokens in (2, 3, 4, 5, 6):
+            run(rows(num_tokens), 2)
+    assert len(_limit_warnings(caplog)) == 1
+
+
+def test_dynamos_limit_is_told_where_the_first_models_have_another_backend(caplog, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.utils, "_recompile_user_contexts", None)
+    torch._dynamo.register_backend(cudagraph_modes, name="under another name")
+    x, models = rows(4), [toy_model() for _ in range(3)]
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2):
+        for model in models[:2]:
+            torch.compile(model, backend=lambda graph_module, _: graph_module.forward)(x)
+        assert not _limit_warnings(caplog)
+        compiled(models[2])(x)
+    assert len(_limit_warnings(caplog)) == 1
+
+
+def test_limits_of_others_are_theirs(caplog):
+    compiled(toy_model())
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(3):
+            other = torch.compile(toy_model(), backend=lambda graph, _: graph.forward)
+            other(rows(4))
+    assert not _limit_warnings(caplog)
+
+
+def test_a_compilation_inside_of_another_is_not_disturbed():
+    compiled(toy_model())  # watches Dynamo from here on
+    inner = torch.compile(lambda x: x + 1, backend="eager")
+
+    def backend(graph_module, example_inputs):
+        inner(torch.zeros(3))
+        return graph_module.forward
+
+    x = rows(4)
+    torch.testing.assert_close(torch.compile(lambda x: x * 2, backend=backend)(x), x * 2)
