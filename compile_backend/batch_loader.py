@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from compile_backend import shortcuts
+from compile_backend.errors import shown
 from compile_backend.runner_batch import Batch, spread
 
 if TYPE_CHECKING:
@@ -69,6 +71,11 @@ class BatchLoader:
         done = shortcuts.put_inputs(layout.rows, len(specs), values, num_tokens, num_reqs)
         self.is_plain = done == len(specs) == len(values)
         if not self.is_plain:
+            if not isinstance(values, Mapping):
+                raise ValueError(
+                    f"the batch has inputs {shown(values)}; give a mapping from the names "
+                    f"{sorted(self._names)}"
+                )
             if values.keys() != self._names:
                 raise ValueError(
                     f"the batch has inputs {sorted(values)}, but input_spec names "

@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from numbers import Integral
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,24 @@ class CUDAGraphMode(Enum):
         names = ", ".join(mode.name for mode in cls)
         raise ConfigError(option, value, "is not a mode", f"use one of {names}")
 
+    @classmethod
+    def parse_single(cls, value: str | CUDAGraphMode, *, option: str) -> CUDAGraphMode:
+        """The mode of a single batch that a name (in any case) or a member means.
+
+        Args:
+            value: a name or a member.
+            option: what the user set to it.
+
+        Raises:
+            ConfigError: it means none, or a composite one.
+        """
+        name = value.strip().upper() if isinstance(value, str) else value
+        for mode in cls:
+            if mode.is_valid_runtime_mode() and name in (mode, mode.name):
+                return mode
+        fix = "use NONE, PIECEWISE or FULL"
+        raise ConfigError(option, value, "is no mode of a single batch", fix)
+
     def separate_routine(self) -> bool:
         """Whether uniform decode batches and the others have graphs of their own."""
         return isinstance(self.value, tuple)
@@ -105,13 +124,15 @@ def _flag(option: str, value: Any) -> bool:
     return value
 
 
-def _at_least(minimum: int) -> _Check:
+def at_least(minimum: int) -> Callable[[str, Any], int]:
+    """A check for integers from `minimum` on, those of numpy included."""
+
     def check(option: str, value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool):
+        if type(value) is bool or not isinstance(value, Integral):
             raise ConfigError(option, value, "must be an integer", f"use {minimum} or more")
         if value < minimum:
             raise ConfigError(option, value, "is too small", f"use {minimum} or more")
-        return value
+        return int(value)
 
     return check
 
@@ -129,11 +150,12 @@ def too_many_tokens(option: str, value: object, what: str = "") -> ConfigError:
     return ConfigError(option, value, f"{what} {problem}".strip(), fix)
 
 
-def _number_of_tokens(minimum: int) -> _Check:
-    check_minimum = _at_least(minimum)
+def number_of_tokens(minimum: int) -> Callable[[str, Any], int]:
+    """A check for integers from `minimum` to `MAX_TOKENS`."""
+    check_minimum = at_least(minimum)
 
     def check(option: str, value: Any) -> int:
-        number: int = check_minimum(option, value)
+        number = check_minimum(option, value)
         if number > MAX_TOKENS:
             raise too_many_tokens(option, value)
         return number
@@ -321,14 +343,14 @@ def _pass_config(option: str, value: Any) -> PassConfig:
 _CHECKS: Mapping[str, _Check] = {
     "cudagraph_mode": _optional(lambda _, value: CUDAGraphMode.parse(value)),
     "cudagraph_capture_sizes": _optional(_capture_sizes),
-    "max_cudagraph_capture_size": _optional(_number_of_tokens(1)),
+    "max_cudagraph_capture_size": _optional(number_of_tokens(1)),
     "cudagraph_capture": _one_of("lazy", "ahead"),
     # A graph of code that never ran would capture its lazy initialisation.
-    "cudagraph_num_of_warmups": _at_least(1),
+    "cudagraph_num_of_warmups": at_least(1),
     "splitting_ops": _optional(_op_names),
     "attention_support": _optional(_levels),
-    "num_speculative_tokens": _number_of_tokens(0),
-    "max_num_seqs": _number_of_tokens(1),
+    "num_speculative_tokens": number_of_tokens(0),
+    "max_num_seqs": number_of_tokens(1),
     "describe_batch": _optional(_function_of_one),
     "piece_compiler": _one_of("inductor", "eager"),
     "inductor_compile_config": _mapping,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compile_backend.batch import BatchDescriptor, graph_key
-from compile_backend.config import MAX_TOKENS, CUDAGraphMode, too_many_tokens
+from compile_backend.config import CUDAGraphMode, number_of_tokens
 from compile_backend.errors import CaptureError, ConfigError
 from compile_backend.sizes import PaddingTable, capture_sizes
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _NONE = CUDAGraphMode.NONE
 _PIECEWISE = CUDAGraphMode.PIECEWISE
 _FULL = CUDAGraphMode.FULL
+_HIGHEST = (None, _NONE, _PIECEWISE, _FULL)
 
 Route = tuple[CUDAGraphMode, BatchDescriptor]
 
@@ -64,13 +65,10 @@ class CudagraphDispatcher:
         max_loras: int = 0,
         pad: bool = True,
     ) -> None:
-        _check_limit("max_num_seqs", max_num_seqs, 1)
-        _check_limit("uniform_decode_query_len", uniform_decode_query_len, 1)
-        _check_limit("max_loras", max_loras, 0)
         self._config = config
-        self._max_num_seqs = max_num_seqs
-        self._query_len = uniform_decode_query_len
-        self._max_loras = max_loras
+        self._max_num_seqs = number_of_tokens(1)("max_num_seqs", max_num_seqs)
+        self._query_len = _query_len(uniform_decode_query_len)
+        self._max_loras = number_of_tokens(0)("max_loras", max_loras)
         self._pad = pad
         self._keys: dict[CUDAGraphMode, frozenset[BatchDescriptor]] | None = None
         self._routes: list[_Routes] = []
@@ -107,8 +105,7 @@ class CudagraphDispatcher:
         mode = CUDAGraphMode.parse(mode)
         query_len = self._query_len
         if uniform_decode_query_len is not None:
-            query_len = uniform_decode_query_len
-            _check_limit("uniform_decode_query_len", query_len, 1)
+            query_len = _query_len(uniform_decode_query_len)
         mixed, uniform = self._sizes(mode, query_len)
         largest = max((*mixed, *uniform), default=0)
         mixed_mode, most_reqs = mode.mixed_mode(), self._max_num_seqs
@@ -162,11 +159,11 @@ class CudagraphDispatcher:
 
         Raises:
             CaptureError: there are no keys yet.
-            ConfigError: there is no such mode.
+            ConfigError: there is no such mode of a single batch.
             ValueError: the batch is contradictory.
         """
-        if isinstance(highest_mode, str):
-            highest_mode = CUDAGraphMode.parse(highest_mode, option="highest_mode")
+        if highest_mode not in _HIGHEST:
+            highest_mode = CUDAGraphMode.parse_single(highest_mode, option="highest_mode")
         num_tokens, num_reqs, uniform, has_lora, num_loras, extra = descriptor
         if not 0 <= num_reqs <= num_tokens <= self._largest or highest_mode is _NONE:
             return self._without_graph(descriptor)
@@ -193,10 +190,9 @@ class CudagraphDispatcher:
 
         Raises:
             CaptureError: there are no keys yet.
-            ConfigError: there is no such mode.
+            ConfigError: there is no such mode of a single batch.
         """
-        mode = CUDAGraphMode.parse(mode, option="mode")
-        assert mode.is_valid_runtime_mode(), f"{mode.name} is no mode of a single batch"
+        mode = CUDAGraphMode.parse_single(mode, option="mode")
         return self._initialized_keys().get(mode, frozenset())
 
     def capture_plan(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
@@ -282,8 +278,5 @@ class CudagraphDispatcher:
         return [None if size is None else routes[size] for size in sizes]
 
 
-def _check_limit(option: str, value: int, minimum: int) -> None:
-    if value < minimum:
-        raise ConfigError(option, value, "is too small", f"use {minimum} or more")
-    if value > MAX_TOKENS:
-        raise too_many_tokens(option, value)
+def _query_len(tokens: int) -> int:
+    return number_of_tokens(1)("uniform_decode_query_len", tokens)

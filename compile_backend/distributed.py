@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from compile_backend.config import CUDAGraphMode
+from compile_backend.config import CUDAGraphMode, at_least
 from compile_backend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,9 +33,16 @@ class RankAgreement:
 
     Args:
         least: given as many numbers on each rank, the least of each over all ranks.
+
+    Raises:
+        ConfigError: that cannot be called.
     """
 
     def __init__(self, least: Least) -> None:
+        given: object = least
+        if not callable(given):
+            fix = "use RankAgreement.over(group)"
+            raise ConfigError("least", given, "cannot be called", fix)
         self._least = least
 
     @classmethod
@@ -48,8 +55,17 @@ class RankAgreement:
             group: of `torch.distributed`; None is the default one.
 
         Raises:
-            ConfigError: there is no process group, or it carries no tensors of the CPU.
+            ConfigError: there is no process group, this rank is not in it, or it carries no
+                tensors of the CPU.
         """
+        is_group = dist.is_available() and isinstance(group, dist.ProcessGroup)
+        if group is not None and not is_group:
+            raise ConfigError(
+                "group",
+                group,
+                "is no process group that this rank is in",
+                "use what torch.distributed.new_group returned on its members, or None",
+            )
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError(
                 "group",
@@ -73,15 +89,21 @@ class RankAgreement:
 
         return cls(least)
 
-    def agree(self, mode: CUDAGraphMode, num_tokens: int) -> tuple[CUDAGraphMode, int]:
+    def agree(self, mode: CUDAGraphMode | str, num_tokens: int) -> tuple[CUDAGraphMode, int]:
         """The lowest mode and the largest size of all ranks.
 
         Args:
-            mode: NONE, PIECEWISE or FULL: what this rank's dispatcher chose; FULL for a rank that
-                has nothing to run.
+            mode: NONE, PIECEWISE or FULL, or the name: what this rank's dispatcher chose; FULL
+                for a rank that has nothing to run.
             num_tokens: of this rank's batch; 0 for such a rank.
+
+        Raises:
+            ConfigError: there is no such mode of a single batch, or no such number of tokens.
         """
-        assert mode.is_valid_runtime_mode(), f"{mode.name} is no mode of a single batch"
+        mode = CUDAGraphMode.parse_single(mode, option="mode")
+        return self._agree(mode, at_least(0)("num_tokens", num_tokens))
+
+    def _agree(self, mode: CUDAGraphMode, num_tokens: int) -> tuple[CUDAGraphMode, int]:
         lowest, largest = self._least((mode.value, -num_tokens))
         return CUDAGraphMode(lowest), -largest
 
@@ -108,7 +130,7 @@ class RankAgreement:
             highest_mode: likewise; on one rank, it holds for all.
         """
         if isinstance(highest_mode, str):
-            highest_mode = CUDAGraphMode.parse(highest_mode, option="highest_mode")
+            highest_mode = CUDAGraphMode.parse_single(highest_mode, option="highest_mode")
         mode = _FULL if highest_mode is None else highest_mode
         ask: Callable[..., Route] = functools.partial(
             dispatcher.dispatch, use_cascade_attn=use_cascade_attn, all_decode=all_decode
@@ -119,7 +141,7 @@ class RankAgreement:
             mode = route[0]
         else:  # nothing speaks against the graphs of decodes
             ask, descriptor = dispatcher.dispatch, descriptor._replace(num_reqs=0, uniform=True)
-        agreed, num_tokens = self.agree(mode, descriptor.num_tokens)
+        agreed, num_tokens = self._agree(mode, descriptor.num_tokens)
         if route is not None and (agreed, num_tokens) == (mode, descriptor.num_tokens):
             return route
         return ask(_grown(descriptor, max(1, num_tokens), dispatcher), highest_mode=agreed)

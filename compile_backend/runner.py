@@ -21,23 +21,31 @@ from compile_backend.batch import BatchDescriptor
 from compile_backend.batch_loader import BatchLoader
 from compile_backend.capture_estimate import SAMPLE, extrapolate
 from compile_backend.capture_keys import CapturedKeys, capture_keys, told
-from compile_backend.config import CompilationConfig, CUDAGraphMode
+from compile_backend.config import CompilationConfig, CUDAGraphMode, at_least
 from compile_backend.dispatch import CudagraphDispatcher
-from compile_backend.errors import CaptureError, ConfigError, number_of
+from compile_backend.errors import CaptureError, number_of
 from compile_backend.full_steps import FullSteps
 from compile_backend.known_steps import NOT_RUN, KnownPieces, KnownSteps
 from compile_backend.model_steps import ModelSteps
 from compile_backend.once import WarnOnce
 from compile_backend.output_cut import OutputCut
 from compile_backend.piecewise_steps import PiecewiseSteps
+from compile_backend.runner_arguments import (
+    check_builder,
+    check_device,
+    check_input_spec,
+    check_model,
+    check_output_shape,
+    check_ranks,
+    found_device,
+)
 from compile_backend.runner_batch import Batch
 from compile_backend.runner_checks import (
     check_batch,
-    check_device,
+    check_is_batch,
     check_memory_limit,
     check_outputs,
     check_query_lens,
-    check_ranks,
 )
 from compile_backend.runner_mode import NOT_COMPILED, mode_asked, resolve_for_runner
 from compile_backend.runner_report import (
@@ -122,6 +130,12 @@ class GraphModelRunner:
         ranks: RankAgreement | None = None,
         device: torch.device | str,
     ) -> None:
+        check_model(model)
+        check_input_spec(input_spec)
+        check_builder(metadata_builder)
+        check_output_shape(output_shape)
+        check_ranks(ranks)
+        found = found_device(device)
         self.config = (
             config
             if isinstance(config, CompilationConfig)
@@ -131,46 +145,45 @@ class GraphModelRunner:
         self._compiled = cudagraph_modes.facts(model)
         self._asked = mode_asked(self.config, self._compiled)
         self.builder = metadata_builder
-        self._query_len = (
+        query_len = (
             self.config.uniform_decode_query_len
             if uniform_decode_query_len is None
             else uniform_decode_query_len
         )
-        self._max_num_seqs = max_num_seqs
-        check_ranks(ranks)
         self._ranks = ranks
         self._dispatcher = CudagraphDispatcher(
             self.config,
             max_num_seqs=max_num_seqs,
-            uniform_decode_query_len=self._query_len,
+            uniform_decode_query_len=query_len,
             max_loras=max_loras,
         )
+        self._max_num_seqs = max_num_seqs = self._dispatcher.max_num_seqs
+        self._query_len = self._dispatcher.uniform_decode_query_len
         self._output_shape = tuple(output_shape)
         self._cut = OutputCut(output_shape)
+        max_num_batched_tokens = at_least(1)("max_num_batched_tokens", max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
-        if max_num_batched_tokens < 1:
-            raise ConfigError(
-                "max_num_batched_tokens", max_num_batched_tokens, "is too small", "use 1 or more"
-            )
         builder_specs = metadata_builder.input_spec if metadata_builder is not None else ()
         sizes = capture_sizes(self.config, max_num_seqs=max_num_seqs, query_len=self._query_len)
         with torch.inference_mode(False):
             inputs = StepInputs(
                 (*input_spec, *builder_specs),
-                torch.empty(0, device=device).device,  # with its index
+                found,
                 max_num_tokens=max(max_num_batched_tokens, *sizes.mixed, *sizes.uniform),
                 max_num_reqs=max_num_seqs,
                 on_new=None if self._compiled is None else _marked,
             )
         self._largest_size = sizes.mixed[-1]
         # What all ranks must have in common, since each step has one size.
+        # Sizes follow from others of these, which are told first.
         self._limits = {
             "cudagraph_mode": self._asked.name,
-            "cudagraph_capture_sizes": (sizes.mixed, sizes.uniform),
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "uniform_decode_query_len": self._query_len,
             "max_loras": max_loras,
+            "cudagraph_specialize_lora": self.config.cudagraph_specialize_lora,
+            "cudagraph_capture_sizes": (sizes.mixed, sizes.uniform),
         }
         self._loader = BatchLoader(inputs, input_spec, metadata_builder)
         self._model_steps = ModelSteps(model, self._loader, max_num_seqs)
@@ -247,13 +260,13 @@ class GraphModelRunner:
             cudagraph_modes.drop_graphs(self.model)
         self.capture(progress=progress, max_bytes=max_bytes)
 
-    def run(self, batch: Batch, *, highest_mode: CUDAGraphMode | None = None) -> Any:
+    def run(self, batch: Batch, *, highest_mode: CUDAGraphMode | str | None = None) -> Any:
         """Run one step.
 
         Args:
             batch: without padding; with `ranks`, one without requests runs along with the others.
-            highest_mode: never go above this mode, as when Python hooks around attention must
-                run; with `ranks`, none of them does.
+            highest_mode: never go above this mode, or the one of this name, as when Python hooks
+                around attention must run; with `ranks`, none of them does.
 
         Returns:
             What the model returns, without padding. At FULL and PIECEWISE it is valid until the
@@ -262,7 +275,7 @@ class GraphModelRunner:
         Raises:
             CaptureError: `capture()` was not called.
             ConfigError: `highest_mode` is no mode of a single batch.
-            ValueError: the batch is contradictory, or larger than the runner's limits.
+            ValueError: the batch is no `Batch`, contradictory, or larger than the runner's limits.
         """
         captured = self._captured
         if captured is None:
@@ -270,20 +283,19 @@ class GraphModelRunner:
         if self._weights.have_moved():
             self._forget(captured)
         if highest_mode not in _HIGHEST:
-            raise ConfigError(
-                "highest_mode",
-                highest_mode,
-                "is no mode of a single batch",
-                "use CUDAGraphMode.NONE, PIECEWISE or FULL",
-            )
-        known = captured.known.prepare(batch, highest_mode)
-        if known is not None:
-            outputs = known.run(batch)
-            if outputs is not NOT_RUN:
-                return outputs
-            captured.known.lose(batch, highest_mode)
-        to_learn = captured.known.key_of(batch, highest_mode)
-        query_lens, num_tokens, is_uniform = self._count(batch.query_lens)
+            highest_mode = CUDAGraphMode.parse_single(highest_mode, option="highest_mode")
+        try:
+            known = captured.known.prepare(batch, highest_mode)
+            if known is not None:
+                outputs = known.run(batch)
+                if outputs is not NOT_RUN:
+                    return outputs
+                captured.known.lose(batch, highest_mode)
+            to_learn = captured.known.key_of(batch, highest_mode)
+            query_lens, num_tokens, is_uniform = self._count(batch.query_lens)
+        except AttributeError:
+            check_is_batch(batch)
+            raise
         num_reqs = len(query_lens)
         if self._ranks is not None and not num_tokens:
             return self._run_idle(captured, highest_mode)

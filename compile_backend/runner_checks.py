@@ -1,18 +1,20 @@
-"""What a runner refuses: limits, devices, outputs and batches that contradict each other.
+"""What a runner refuses: limits, outputs and batches that contradict each other.
 
 Pure functions: they know neither graphs nor modes.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
 from enum import Enum
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from compile_backend.distributed import RankAgreement
-from compile_backend.errors import ConfigError, number_of
+from compile_backend.errors import ConfigError, number_of, shown
+from compile_backend.runner_batch import Batch
 from compile_backend.step_inputs import Dim
 from compile_backend.torch_internals.graphs import tree_leaves
 
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
-
-    from compile_backend.runner_batch import Batch
 
 
 _LEAVES = (torch.Tensor, int, float, complex, str, torch.dtype, torch.device, Enum, type(None))
@@ -49,42 +49,6 @@ def check_memory_limit(max_bytes: int | None, device: torch.device) -> None:
             max_bytes,
             f"cannot be kept on {device}, where no memory is measured",
             "leave it out, or lower max_cudagraph_capture_size",
-        )
-
-
-def check_ranks(ranks: object) -> None:
-    """Refuse what ranks cannot agree by.
-
-    Args:
-        ranks: a `RankAgreement`, or None.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if ranks is not None and not isinstance(ranks, RankAgreement):
-        fix = "use RankAgreement.over(group), or leave it out"
-        raise ConfigError("ranks", ranks, "is no RankAgreement", fix)
-
-
-def check_device(module: torch.nn.Module | None, device: torch.device) -> None:
-    """Refuse a device that the model is not on.
-
-    Args:
-        module: the model; None for a function, of which nothing is known.
-        device: the runner's.
-
-    Raises:
-        ConfigError: the model has weights, and none of them is there.
-    """
-    if module is None:
-        return
-    held = {str(weight.device) for weight in (*module.parameters(), *module.buffers())}
-    if held and str(device) not in held:
-        raise ConfigError(
-            "device",
-            str(device),
-            f"holds no weight of the model, which is on {', '.join(sorted(held))}",
-            "move the model, or give its device",
         )
 
 
@@ -123,6 +87,22 @@ def check_outputs(
                 f"{list(item.shape)}",
                 "give the leading sizes of what the model returns, such as (Dim.NUM_REQS,)",
             )
+
+
+def check_is_batch(batch: object) -> None:
+    """Refuse what lacks the fields of a batch.
+
+    Args:
+        batch: what a step was given.
+
+    Raises:
+        ValueError: it lacks one.
+    """
+    if isinstance(batch, type) or not all(hasattr(batch, item.name) for item in fields(Batch)):
+        raise ValueError(
+            f"the batch is {shown(batch)}; give Batch(query_lens=..., inputs=...), with the "
+            "tokens of each request and the model's inputs by name"
+        )
 
 
 def check_query_lens(query_lens: Any) -> npt.NDArray[Any]:
@@ -181,6 +161,9 @@ def check_batch(
             else "the batch brings attention, but the runner has no metadata_builder to read it; "
             "give GraphModelRunner one, or leave it out"
         )
+    num_loras: Any = batch.num_active_loras
+    if type(num_loras) is not int and not isinstance(num_loras, Integral):
+        raise ValueError(f"num_active_loras={num_loras!r} is no integer; give 0 or more")
     if batch.extra:
         _check_extra(batch.extra)
 

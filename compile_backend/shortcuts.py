@@ -39,7 +39,7 @@ NOT_BUILT = (
 MOST_PARAMETERS = 64
 """Of a kernel that `kernel_of` takes."""
 
-Row = tuple[str, Any, int, int, int]
+Row = tuple[str, Any, int, int, float]
 """An input: its name, its array on the host or None, the dimension that changes, with what it
 changes (0: tokens, 1: requests, 2: requests + 1), and the value of padding."""
 

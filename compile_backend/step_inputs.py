@@ -58,17 +58,20 @@ class InputSpec:
         dim: how it changes.
 
     Raises:
-        ConfigError: the shape does not hold exactly one `Dim`, or the dtype not the padding.
+        ConfigError: a field is of another kind, the shape does not hold exactly one `Dim`, or the
+            dtype not the padding.
     """
 
     name: str
     shape: tuple[int | Dim, ...]
     dtype: torch.dtype
-    pad: int = 0
+    pad: float = 0
     axis: int = field(init=False, repr=False)
     dim: Dim = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        _check_fields(self)
+        object.__setattr__(self, "shape", tuple(self.shape))
         if sum(isinstance(size, Dim) for size in self.shape) != 1:
             raise ConfigError(
                 f"input_spec[{self.name!r}].shape",
@@ -77,11 +80,12 @@ class InputSpec:
                 "use one of Dim.NUM_TOKENS, Dim.NUM_REQS, Dim.NUM_REQS_PLUS_1, such as "
                 "(1, Dim.NUM_TOKENS)",
             )
-        if not _fits(self.dtype, int(self.pad), int(self.pad)):
+        is_fraction = type(self.pad) is float and not self.dtype.is_floating_point
+        if is_fraction or not _fits(self.dtype, self.pad, self.pad):
             raise ConfigError(
                 f"input_spec[{self.name!r}].pad",
                 self.pad,
-                f"is out of the range of {self.dtype}",
+                f"is {'no integer' if is_fraction else 'out of the range'} of {self.dtype}",
                 "use a number that the dtype holds",
             )
         for axis, size in enumerate(self.shape):
@@ -290,6 +294,24 @@ class StepInputs:
         return Layout(num_tokens, num_reqs, tensors, places, arrays, rows, block)
 
 
+def _check_fields(spec: Any) -> None:
+    """Refuse fields of another kind."""
+    name, shape, dtype, pad = spec.name, spec.shape, spec.dtype, spec.pad
+    if not isinstance(name, str) or not name:
+        raise ConfigError("input_spec.name", name, "names no argument", "use a name, as 'tokens'")
+    option = f"input_spec[{name!r}]"
+    is_shape = isinstance(shape, tuple | list) and all(
+        isinstance(size, Dim) or (type(size) is int and size >= 0) for size in shape
+    )
+    if not is_shape:
+        fix = "use a tuple of numbers and one Dim, such as (Dim.NUM_TOKENS,)"
+        raise ConfigError(f"{option}.shape", shape, "is no shape", fix)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"{option}.dtype", dtype, "is no dtype", "use torch.int64 or another")
+    if not isinstance(pad, int | float):
+        raise ConfigError(f"{option}.pad", pad, "is no number", "use 0")
+
+
 _DIMS = tuple(Dim)
 
 _NOT_IN_NUMPY = (
@@ -335,7 +357,7 @@ def _check_numbers(spec: InputSpec, value: np.ndarray[Any, Any]) -> None:
         )
 
 
-def _fits(dtype: torch.dtype, lowest: int, highest: int) -> bool:
+def _fits(dtype: torch.dtype, lowest: float, highest: float) -> bool:
     """Whether a dtype can hold integers; fractions and booleans take what they get."""
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
         return True

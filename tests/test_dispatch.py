@@ -287,8 +287,11 @@ def test_modes_may_be_given_by_name(mode):
     for highest in (NONE, PIECEWISE, FULL):
         route = by_name.dispatch(decode(4), highest_mode=highest.name)
         assert route == by_member.dispatch(decode(4), highest_mode=highest)
-    with pytest.raises(ConfigError, match="highest_mode='HALF' is not a mode"):
-        by_name.dispatch(decode(4), highest_mode="HALF")
+    for other in ("HALF", 2, "FULL_DECODE_ONLY", FULL_AND_PIECEWISE):
+        with pytest.raises(ConfigError, match=r"highest_mode=.* is no mode of a single batch"):
+            by_name.dispatch(decode(4), highest_mode=other)
+        with pytest.raises(ConfigError, match=r"mode=.* is no mode of a single batch; use NONE"):
+            by_name.keys(other)
 
 
 @pytest.mark.timeout(30)

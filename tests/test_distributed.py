@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_toy import VOCABULARY, make_loop
@@ -20,7 +21,9 @@ from compile_backend.config import CompilationConfig, CUDAGraphMode
 from compile_backend.dispatch import CudagraphDispatcher
 from compile_backend.distributed import RankAgreement
 from compile_backend.errors import ConfigError
+from compile_backend.runner import GraphModelRunner
 from compile_backend.runner_batch import Batch
+from compile_backend.step_inputs import Dim, InputSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -166,6 +169,38 @@ def test_a_runner_refuses_what_is_no_agreement(ranks: Any) -> None:
         make_loop(ranks=ranks)
 
 
+@pytest.mark.parametrize("group", ["gloo", 0, [0, 1], object(), RankAgreement])
+def test_what_is_no_process_group_is_refused(group: Any) -> None:
+    with pytest.raises(ConfigError, match=r"group=.* is no process group .*new_group returned"):
+        RankAgreement.over(group)
+
+
+def test_an_agreement_is_made_of_something_to_call() -> None:
+    with pytest.raises(ConfigError, match=r"least=3 cannot be called; use RankAgreement\.over"):
+        RankAgreement(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_tokens", "text"),
+    [
+        ("SOME", 1, "mode='SOME' is no mode of a single batch; use NONE, PIECEWISE or FULL"),
+        (2, 1, "mode=2 is no mode of a single batch"),
+        (CUDAGraphMode.FULL_DECODE_ONLY, 1, "mode=FULL_DECODE_ONLY is no mode of a single batch"),
+        (FULL, -1, "num_tokens=-1 is too small; use 0 or more"),
+        (FULL, 1.0, "num_tokens=1.0 must be an integer"),
+        (FULL, "1", "num_tokens='1' must be an integer"),
+    ],
+)
+def test_what_ranks_cannot_agree_on_is_refused(mode: Any, num_tokens: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        RankAgreement(list).agree(mode, num_tokens)
+
+
+def test_ranks_agree_on_modes_by_name() -> None:
+    agreed = on_ranks(2, lambda rank, ranks: ranks.agree("full" if rank else "Piecewise", rank))
+    assert agreed == [(PIECEWISE, 1)] * 2
+
+
 def test_a_process_group_must_exist() -> None:
     with pytest.raises(ConfigError, match=r"not initialised; call .*init_process_group first"):
         RankAgreement.over()
@@ -251,11 +286,40 @@ def test_what_one_rank_could_not_capture_runs_at_a_lower_mode_on_all(
     assert loop.ran() == {"FULL": [2], "PIECEWISE": [4, 4, 4]}
 
 
-def test_ranks_with_other_limits_are_refused() -> None:
-    def least(numbers: Sequence[int]) -> list[int]:
-        answer = list(numbers)
-        answer[2] -= 1  # of the third setting
-        return answer
+OPTIONS: dict[str, tuple[Any, Any]] = {
+    "cudagraph_mode": ("FULL", "FULL_DECODE_ONLY"),
+    "cudagraph_capture_sizes": ((2, 4), (2, 8)),
+    "cudagraph_specialize_lora": (True, False),
+}
+LIMITS = {
+    "max_num_seqs": (8, 4),
+    "max_num_batched_tokens": (8, 16),
+    "uniform_decode_query_len": (1, 2),
+    "max_loras": (0, 2),
+}
 
-    with pytest.raises(ConfigError, match="max_num_seqs=8 differs between the ranks"):
-        make_loop("FULL", is_compiled=False, ranks=RankAgreement(least))
+
+@pytest.mark.parametrize("setting", [*OPTIONS, *LIMITS])
+def test_ranks_with_other_limits_are_refused(setting: str) -> None:
+    """By the name of what was set, not of what follows from it."""
+
+    def capture(rank: int, ranks: RankAgreement) -> str:
+        chosen = {name: values[rank if name == setting else 0] for name, values in OPTIONS.items()}
+        if setting in LIMITS:  # a ladder, which follows from the limits
+            del chosen["cudagraph_capture_sizes"]
+        limits = {name: values[rank if name == setting else 0] for name, values in LIMITS.items()}
+        runner = GraphModelRunner(
+            lambda x: x,
+            chosen,
+            input_spec=[InputSpec("x", (Dim.NUM_TOKENS,), torch.float32)],
+            ranks=ranks,
+            device="cpu",
+            **limits,
+        )
+        with pytest.raises(ConfigError) as caught:
+            runner.capture(progress=False)
+        return str(caught.value)
+
+    told = on_ranks(2, capture)
+    assert all(text.startswith(f"{setting}=") and "differs between" in text for text in told)
+    assert told[0] != told[1]

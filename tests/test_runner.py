@@ -23,6 +23,7 @@ from paged_toy import (
 )
 
 from compile_backend import AttentionCGSupport, CaptureError, ConfigError, CUDAGraphMode, stats
+from compile_backend.attention.builder import AttentionMetadataBuilder
 from compile_backend.attention.sdpa import SdpaAttention
 from compile_backend.attention.spec import CacheFormat
 from compile_backend.runner import GraphModelRunner
@@ -442,6 +443,11 @@ def test_run_before_capture_is_refused() -> None:
         ({"query_lens": [[1]]}, "one number for each request"),
         ({"attention": None}, "brings no attention"),
         ({"inputs": {"tokens": [1]}}, "input_spec names"),
+        ({"inputs": [1]}, r"the batch has inputs \[1\]; give a mapping from the names"),
+        ({"inputs": None}, "the batch has inputs None; give a mapping from the names"),
+        ({"attention": {"seq_lens": [1]}}, r"attention is \{'seq_lens': \[1\]\}; give AttentionB"),
+        ({"attention": [1], "all_decode": True}, r"attention is \[1\]; give AttentionBatch\("),
+        ({"num_active_loras": "1"}, "num_active_loras='1' is no integer"),
         ({"inputs": {"tokens": [1, 2], "positions": [0], "last": [0]}}, "'tokens' has shape"),
     ],
 )
@@ -472,12 +478,20 @@ def test_attention_that_nobody_reads_is_refused() -> None:
         runner.run(Batch(query_lens=[1], inputs={"x": [1.0]}, attention=object()))
 
 
-@pytest.mark.parametrize("mode", ["NONE", CUDAGraphMode.FULL_AND_PIECEWISE])
+@pytest.mark.parametrize("mode", MODES[:3])
+def test_the_highest_mode_is_taken_by_name(mode: str) -> None:
+    loop = make_loop("FULL")
+    request = loop.add([1, 2])
+    loop.step([(request, 1)], highest_mode=f" {mode.lower()}")
+    assert set(loop.ran()) == {"FULL" if mode == "FULL" else "NONE"}
+
+
+@pytest.mark.parametrize("mode", ["SOME", 2, "FULL_DECODE_ONLY", CUDAGraphMode.FULL_AND_PIECEWISE])
 def test_a_mode_that_no_single_batch_has_is_refused(mode: Any) -> None:
     loop = _shared_loop()
     loop.tokens, loop.done, loop.blocks, loop.used = [], [], [], 0
     request = loop.add([1, 2])
-    with pytest.raises(ConfigError, match="is no mode of a single batch"):
+    with pytest.raises(ConfigError, match="is no mode of a single batch; use NONE, P"):
         loop.step([(request, 1)], highest_mode=mode)
 
 
@@ -510,16 +524,94 @@ def test_outputs_of_another_shape_than_was_said_are_refused(
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"device": "meta"}, r"device='meta' holds no weight of the model, which is on cpu"),
-        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0 is too small"),
-        ({"max_num_seqs": 0}, "max_num_seqs=0 is too small"),
-        ({"uniform_decode_query_len": 0}, "uniform_decode_query_len=0 is too small"),
+        ({"device": "meta"}, "device='meta' holds no numbers"),
+        ({"device": "gpu"}, "device='gpu' cannot be used: .*; use the model's"),
+        ({"device": ""}, "device='' cannot be used: .*; use the model's"),
+        ({"device": None}, "device=None is no device; use the model's"),
+        ({"device": 0}, "device=0 is no device; use the model's"),
+        ({"model": 3}, "model=3 cannot be called; pass a module"),
+        ({"model": None}, "model=None cannot be called; pass a module"),
+        ({"config": 3}, "options=3 must be a mapping"),
+        ({"input_spec": None}, r"input_spec=None must be a list of InputSpec; use \["),
+        ({"input_spec": "tokens"}, "input_spec='tokens' must be a list of InputSpec"),
+        ({"input_spec": INPUTS[0]}, "must be a list of InputSpec"),
+        ({"input_spec": {"tokens": INPUTS[0]}}, "must be a list of InputSpec"),
+        ({"input_spec": ["tokens"]}, "holds str, which is no InputSpec"),
+        ({"input_spec": [*INPUTS, None]}, "holds NoneType, which is no InputSpec"),
+        ({"output_shape": Dim.NUM_REQS}, "output_shape=NUM_REQS must be a tuple of sizes"),
+        ({"output_shape": "num_reqs"}, "output_shape='num_reqs' must be a tuple of sizes"),
+        ({"output_shape": None}, "output_shape=None must be a tuple of sizes"),
+        ({"output_shape": ("num_reqs",)}, "holds 'num_reqs', which is neither a Dim nor"),
+        ({"output_shape": (-1,)}, "holds -1, which is neither a Dim nor"),
+        ({"output_shape": (True,)}, "holds True, which is neither a Dim nor"),
+        ({"metadata_builder": "sdpa"}, "is no MetadataBuilder: it has no support, input_spec"),
+        (
+            {"metadata_builder": AttentionMetadataBuilder},
+            r"use AttentionMetadataBuilder\(\.\.\.\)",
+        ),
+        ({"ranks": 2}, "ranks=2 is no RankAgreement"),
     ],
 )
 def test_what_a_runner_cannot_be_made_of_is_refused(changes: Any, text: str) -> None:
-    facts = {"input_spec": INPUTS, "max_num_seqs": 2, "device": "cpu", **changes}
+    facts = {"model": PagedToy(), "input_spec": INPUTS, "max_num_seqs": 2, "device": "cpu"}
     with pytest.raises(ConfigError, match=text):
+        GraphModelRunner(**{**facts, **changes})
+
+
+def test_a_device_that_holds_no_weight_of_the_model_is_refused() -> None:
+    model = PagedToy().to("meta")
+    with pytest.raises(ConfigError, match="holds no weight of the model, which is on meta"):
+        GraphModelRunner(model, input_spec=INPUTS, max_num_seqs=2, device="cpu")
+
+
+def test_a_builder_that_lacks_something_or_has_no_level_is_refused() -> None:
+    builder = make_builder(PagedToy())
+    builder.support = "ALWAYS"  # type: ignore[assignment]
+    facts = {"input_spec": INPUTS, "max_num_seqs": 2, "device": "cpu"}
+    with pytest.raises(ConfigError, match=r"support='ALWAYS' is no level of support; use one of"):
+        GraphModelRunner(PagedToy(), metadata_builder=builder, **facts)
+    del builder.support
+    with pytest.raises(ConfigError, match="is no MetadataBuilder: it has no support; use an"):
+        GraphModelRunner(PagedToy(), metadata_builder=builder, **facts)
+
+
+LIMITS = {
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "uniform_decode_query_len": 1,
+    "max_loras": 0,
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("value", ["8", 8.0, True, None, [8], -1, 0])
+def test_limits_are_numbers_from_the_least_on(limit: str, value: Any) -> None:
+    facts: dict[str, Any] = {"input_spec": INPUTS, "max_num_seqs": 2, "device": "cpu"}
+    facts |= {limit: value}
+    least = LIMITS[limit]
+    if (value is None and limit == "uniform_decode_query_len") or value == least == 0:
         GraphModelRunner(PagedToy(), **facts)
+        return
+    problem = "is too small" if type(value) is int else "must be an integer"
+    with pytest.raises(ConfigError) as caught:
+        GraphModelRunner(PagedToy(), **facts)
+    assert str(caught.value) == f"{limit}={value!r} {problem}; use {least} or more"
+
+
+def test_limits_of_numpy_are_as_good() -> None:
+    limits = dict.fromkeys(LIMITS, np.int64(2))
+    GraphModelRunner(PagedToy(), input_spec=INPUTS, device="cpu", **limits)
+
+
+@pytest.mark.parametrize("batch", [3, None, {"query_lens": [1]}, [1, 2]])
+def test_what_is_no_batch_is_refused(batch: Any) -> None:
+    loop = _shared_loop()
+    request = loop.add([1, 2, 3])
+    loop.step([(request, 1)])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"the batch is .*; give Batch\(query_lens=\.\.\."):
+            loop.runner.run(batch)
+    loop.step([(request, 1)])
 
 
 def test_who_prepares_for_a_graph_finds_a_legal_batch_in_its_tensors() -> None:

@@ -63,6 +63,36 @@ def test_a_shape_changes_in_exactly_one_size(shape: tuple[int | Dim, ...]) -> No
         InputSpec("x", shape, torch.int32)
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"name": ""}, "input_spec.name='' names no argument"),
+        ({"name": 3}, "input_spec.name=3 names no argument"),
+        ({"shape": TOKENS}, r"input_spec\['x'\].shape=NUM_TOKENS is no shape; use a tuple"),
+        ({"shape": (TOKENS, -1)}, "is no shape"),
+        ({"shape": (TOKENS, 1.0)}, "is no shape"),
+        ({"shape": (TOKENS, True)}, "is no shape"),
+        ({"shape": "num_tokens"}, "is no shape"),
+        ({"dtype": "int32"}, r"input_spec\['x'\].dtype='int32' is no dtype; use torch.int64"),
+        ({"pad": "0"}, r"input_spec\['x'\].pad='0' is no number; use 0"),
+        ({"pad": 0.5}, "pad=0.5 is no integer of torch.int32; use a number that the dtype holds"),
+        ({"pad": 1 << 31}, "pad=2147483648 is out of the range of torch.int32"),
+    ],
+)
+def test_fields_of_another_kind_are_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        InputSpec(**{"name": "x", "shape": (TOKENS,), "dtype": torch.int32, **changes})
+
+
+def test_shapes_may_be_lists_and_padding_a_fraction() -> None:
+    shape: Any = [2, TOKENS]
+    spec = InputSpec("x", shape, torch.float32, pad=0.5)
+    assert spec == InputSpec("x", (2, TOKENS), torch.float32, pad=0.5)
+    inputs = step_inputs(spec)
+    put(inputs, "x", [[1.0], [2.0]], 1, (2, 1))
+    assert inputs.layout(2, 1).tensors["x"].tolist() == [[1.0, 0.5], [2.0, 0.5]]
+
+
 def test_names_are_unique() -> None:
     spec = InputSpec("x", (TOKENS,), torch.int32)
     with pytest.raises(ConfigError, match="holds a name twice"):
@@ -73,7 +103,7 @@ def test_names_are_unique() -> None:
 
 AROUND: tuple[tuple[int, ...], ...] = ((), (3,), (1, 2))
 specs = st.builds(
-    lambda shape, dtype, pad: InputSpec("", shape, dtype, pad),
+    lambda shape, dtype, pad: InputSpec("x", shape, dtype, pad),
     st.sampled_from(
         [(*before, dim, *after) for before in AROUND for dim in Dim for after in AROUND]
     ),

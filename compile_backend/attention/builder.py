@@ -14,7 +14,7 @@ import torch
 
 from compile_backend import shortcuts
 from compile_backend.attention.metadata import AttentionMetadata, HostLengths, StepAttention
-from compile_backend.errors import ConfigError, number_of
+from compile_backend.errors import ConfigError, number_of, shown
 from compile_backend.step_inputs import Dim, InputSpec
 from compile_backend.support import AttentionCGSupport, lowest
 
@@ -85,7 +85,10 @@ class AttentionMetadataBuilder:
 
     def is_decode(self, batch: AttentionBatch, query_lens: npt.NDArray[np.int32]) -> bool:
         """Whether every request had tokens before this step; a whole prompt had none."""
-        known = shortcuts.all_longer(batch.seq_lens, query_lens)
+        try:
+            known = shortcuts.all_longer(batch.seq_lens, query_lens)
+        except AttributeError:
+            raise _no_attention(batch) from None
         if known is not None:
             return known
         seq_lens = _rows("seq_lens", batch.seq_lens, len(query_lens))
@@ -108,10 +111,14 @@ class AttentionMetadataBuilder:
             is_refill: whether they hold what the last call wrote to them.
 
         Raises:
-            ValueError: the batch contradicts itself, or does not fit the cache.
+            ValueError: the batch is no `AttentionBatch`, contradicts itself, or does not fit the
+                cache.
         """
         starts, seq_lens, table, slots = (host[name] for name in _FILLED)
-        given = (query_lens, batch.seq_lens, batch.block_table, batch.slot_mapping)
+        try:
+            given = (query_lens, batch.seq_lens, batch.block_table, batch.slot_mapping)
+        except AttributeError:
+            raise _no_attention(batch) from None
         held = (starts, seq_lens, table, slots)
         if shortcuts.fill_attention(*given, *held, *self._limits, is_refill):
             return
@@ -296,6 +303,13 @@ class AttentionMetadataBuilder:
 _FILLED = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 
 _UNSIGNED = {4: np.uint32, 8: np.uint64}
+
+
+def _no_attention(batch: object) -> ValueError:
+    return ValueError(
+        f"the batch's attention is {shown(batch)}; give AttentionBatch(seq_lens=..., "
+        "block_table=...)"
+    )
 
 
 def _rows(name: str, value: Any, num_rows: int, num_dims: int = 1) -> npt.NDArray[Any]:
