@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from compile_backend.errors import ConfigError
+from compile_backend.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,10 +30,12 @@ class OwnPass:
         name: what the user calls it.
         function: takes a graph, rewrites it in place, and returns the number of places changed,
             or None where it does not count.
+        written: how the user named it; None for the function itself.
     """
 
     name: str
     function: Callable[[Any], Any]
+    written: str | None = None
 
     def __call__(self, graph: torch.fx.Graph) -> int:
         """Rewrite `graph` in place; without a count, return 1 if anything looks different.
@@ -47,15 +49,15 @@ class OwnPass:
             graph.lint()
         except Exception as error:
             problem = f"failed on a graph: {type(error).__name__}: {error}"
-            raise self._error(problem, "repair it or leave it out") from error
+            raise self.error(problem, "repair it or leave it out") from error
         if _ends(graph) != ends:
             problem = "changed which inputs a graph takes, or took its output away"
-            raise self._error(problem, "rewrite what is between these")
+            raise self.error(problem, "rewrite what is between these")
         if changed is None:
             return int(str(graph) != before)
         if type(changed) is not int or changed < 0:
             problem = f"returned {changed!r}"
-            raise self._error(problem, "return the number of places changed, or None")
+            raise self.error(problem, "return the number of places changed, or None")
         return changed
 
     def uuid(self) -> str | None:
@@ -75,13 +77,15 @@ class OwnPass:
                 problem = (
                     f"cannot be told apart, its uuid() failed: {type(error).__name__}: {error}"
                 )
-                raise self._error(problem, "repair it, or return None there") from error
+                raise self.error(problem, "repair it, or return None there") from error
             return None if said is None else f"{self.name}: {said!r}"
         source = _source_of(self.function)
         return None if source is None else f"{self.name}: {source}"
 
-    def _error(self, problem: str, fix: str) -> ConfigError:
-        return ConfigError(OPTION, {self.name: self.function}, problem, fix)
+    def error(self, problem: str, fix: str) -> ConfigError:
+        """What is wrong with it, in the user's words."""
+        entry = self.function if self.written is None else self.written
+        return ConfigError(OPTION, {self.name: entry}, problem, fix)
 
 
 def _ends(graph: torch.fx.Graph) -> list[torch.fx.Node]:
@@ -103,7 +107,10 @@ def own_passes(entries: Mapping[str, Any], taken: frozenset[str]) -> tuple[OwnPa
         if name in taken:
             fix = f"use a name that is none of {', '.join(sorted(taken))}"
             raise ConfigError(OPTION, {name: entry}, "has the name of another pass", fix)
-    return tuple(OwnPass(name, _found(name, entry)) for name, entry in entries.items())
+    return tuple(
+        OwnPass(name, _found(name, entry), entry if isinstance(entry, str) else None)
+        for name, entry in entries.items()
+    )
 
 
 def _found(name: str, entry: Any) -> Any:
@@ -117,9 +124,12 @@ def _found(name: str, entry: Any) -> Any:
     except (ImportError, AttributeError) as error:
         fix = 'write "package.module:function", of a module that can be imported'
         raise ConfigError(OPTION, {name: entry}, f"cannot be found: {error}", fix) from None
-    if isinstance(found, str):
-        raise ConfigError(OPTION, {name: entry}, "names a string", "name a function")
-    check_entry(name, found)
+    if isinstance(found, type):
+        fix = f"name {path}(...), made once in the module"
+        raise ConfigError(OPTION, {name: entry}, "names a class", fix)
+    if not callable(found):
+        problem = f"names {shown(found)}, which cannot be called"
+        raise ConfigError(OPTION, {name: entry}, problem, "name a function of a graph")
     return found
 
 
@@ -127,8 +137,11 @@ def check_entry(name: str, entry: Any) -> None:
     """Refuse what is neither the name of a function nor can be called with a graph.
 
     Raises:
-        ConfigError: it is a name of another form, a class, or cannot be called.
+        ConfigError: it has no name, is a name of another form or a class, or cannot be called.
     """
+    if not name.strip():
+        fix = "name it, as in {'my_pass': ...}"
+        raise ConfigError(OPTION, {name: entry}, "has a pass without a name", fix)
     if isinstance(entry, str):
         module, separator, function = entry.partition(":")
         parts = [*module.split("."), *function.split(".")]

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compile_backend.attention.ops import attention, attention_fp8
-from compile_backend.errors import ConfigError, number_of
+from compile_backend.errors import number_of
 from compile_backend.own_passes import OPTION, OwnPass, own_passes
+from compile_backend.returned_values import difference, returned_values
 from compile_backend.torch_internals.symmetric_memory import why_not_shared
 from passes.additive_mask import AdditiveMaskPass
 from passes.async_tp import AsyncTPPass
@@ -121,9 +122,12 @@ def run_passes(
     ]
     known = (*first, *last, *(graph_pass for passes in of_flags.values() for graph_pass in passes))
     for own_pass in own_passes(own, frozenset(graph_pass.name for graph_pass in known)):
-        before = frozenset(graph.nodes)
+        before, returned = frozenset(graph.nodes), returned_values(graph)
         results.append(_run(own_pass, graph, asked_by=OPTION))
         _fill_values(graph, own_pass, before)
+        changed = difference(returned, returned_values(graph))
+        if changed is not None:
+            raise own_pass.error(changed, "keep the number, shapes and types of what it returns")
     results += [_run(graph_pass, graph, asked_by=None) for graph_pass in last]
     graph.lint()
     graph_module.recompile()
@@ -179,5 +183,4 @@ def _fill_values(
         except Exception as error:
             problem = f"made {node.name}, which cannot be called: {type(error).__name__}: {error}"
             fix = 'repair it, or give its nodes meta["example_value"]'
-            value = {own_pass.name: own_pass.function}
-            raise ConfigError(OPTION, value, problem, fix) from error
+            raise own_pass.error(problem, fix) from error

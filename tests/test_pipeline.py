@@ -12,7 +12,7 @@ from toy import Twin, rows, toy_options
 
 import compile_backend
 from compile_backend.cache import SIZE_VARIABLE
-from compile_backend.config import PassConfig
+from compile_backend.config import CompilationConfig, PassConfig
 from compile_backend.errors import ConfigError
 from compile_backend.explain import explain
 from compile_backend.own_passes import OwnPass
@@ -200,6 +200,29 @@ def without_output(graph: torch.fx.Graph) -> int:
     return 1
 
 
+def _returning(function: Any) -> Any:
+    """A pass that has a graph return what `function` makes of the values returned until then."""
+
+    def run(graph: torch.fx.Graph) -> int:
+        (output,) = graph.find_nodes(op="output")
+        with graph.inserting_before(output):
+            output.args = (function(graph, *output.args[0]),)
+        return 1
+
+    return run
+
+
+returning_halves = _returning(lambda graph, x: (graph.call_method("half", (x,)),))
+returning_rows = _returning(
+    lambda graph, x: (graph.call_function(operator.getitem, (x, slice(0, 2))),)
+)
+returning_less = _returning(lambda graph, x: ())
+returning_more = _returning(lambda graph, x: (x, x))
+returning_a_size = _returning(lambda graph, x: (graph.call_method("size", (x, 0)),))
+returning_nothing = _returning(lambda graph, x: (None,))
+returning_an_equal = _returning(lambda graph, x: (graph.call_method("clone", (x,)),))
+
+
 class WithoutName:
     """A pass that nothing tells apart, since that fails."""
 
@@ -224,8 +247,15 @@ class WithoutName:
         (lambda graph: True, "returned True"),
         ("no.such.module:name", "cannot be found: No module named"),
         (f"{__name__}:nowhere", "cannot be found"),
-        (f"{__name__}:NOOP", "cannot be called"),
-        ("typing:Any", "is a class"),
+        (f"{__name__}:NOOP", "which cannot be called"),
+        (f"{__name__}:failing", "failed on a graph: ValueError: no such op"),
+        ("typing:Any", "names a class"),
+        (returning_halves, "return float16 [4, 10] on cpu instead of float32 [4, 10] on cpu as"),
+        (returning_rows, "return float32 [2, 10] on cpu instead of float32 [4, 10] on cpu"),
+        (returning_less, "has the graph return 0 values instead of 1"),
+        (returning_more, "has the graph return 2 values instead of 1"),
+        (returning_a_size, "has the graph return int instead of float32 [4, 10] on cpu"),
+        (returning_nothing, "has the graph return NoneType instead of float32 [4, 10] on cpu"),
     ],
 )
 def test_a_pass_that_cannot_be_run_is_an_error(entry: Any, problem: str) -> None:
@@ -234,6 +264,53 @@ def test_a_pass_that_cannot_be_run_is_an_error(entry: Any, problem: str) -> None
     assert caught.value.option == "inductor_passes"
     assert problem in caught.value.problem
     assert "mine" in str(caught.value)
+
+
+@pytest.mark.parametrize("entry", ["failing", "NOOP", "PassConfig", "nowhere"])
+def test_a_pass_by_name_is_told_as_it_was_written(entry: str) -> None:
+    written = {"mine": f"{__name__}:{entry}"}
+    with pytest.raises(ConfigError) as caught:
+        explain(idle_layers, rows(4), options=toy_options(inductor_passes=written))
+    assert str(caught.value).startswith(f"inductor_passes={written} ")
+
+
+def test_sizes_that_are_free_stay_free_and_need_not_be_the_same_objects() -> None:
+    """What is returned may be made anew; a size that one call has is not that of all calls."""
+
+    def run(function: Any) -> Any:
+        return toy.compiled(idle_layers, dynamic=True, inductor_passes={"mine": function})
+
+    first = slice(0, 4)
+    four = _returning(lambda graph, x: (graph.call_function(operator.getitem, (x, first)),))
+    x = rows(4)
+    with torch.no_grad():
+        torch.testing.assert_close(run(returning_an_equal)(x), idle_layers(x))
+        with pytest.raises(ConfigError, match=r"return float32 \[.*, 10\] on cpu instead of"):
+            run(four)(x)
+
+
+def test_sizes_that_the_data_decides_are_taken_as_they_come() -> None:
+    def found(graph: torch.fx.Graph) -> int:
+        (node,) = graph.find_nodes(op="call_method", target="nonzero")
+        with graph.inserting_after(node):
+            again = graph.call_method("nonzero", node.args)
+        node.replace_all_uses_with(again)
+        graph.erase_node(node)
+        return 1
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.toy.attn_new(x).nonzero()
+
+    x = rows(4)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        result = result_of(function, x, inductor_passes={"mine": found})
+    torch.testing.assert_close(result, function(x))
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_a_pass_has_a_name(name: str) -> None:
+    with pytest.raises(ConfigError, match="has a pass without a name; name it"):
+        CompilationConfig(inductor_passes={name: doubled})
 
 
 def test_a_name_that_is_taken_is_an_error() -> None:

@@ -25,6 +25,18 @@ def data_dependent_symbols(value: Any) -> frozenset[Any]:
     return frozenset(free_unbacked_symbols(value))
 
 
+def surely_differ(one: Any, other: Any) -> bool:
+    """Whether two sizes are not equal in every call, as far as they can be told at all.
+
+    What the data decides cannot. No guard is made.
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if data_dependent_symbols(one) or data_dependent_symbols(other):
+        return False
+    return not statically_known_true(one == other)
+
+
 def sizes_are_allowed(shape_env: Any, sizes: Mapping[Any, int]) -> bool:
     """Whether code compiled under `shape_env` also serves these sizes.
 
