@@ -13,6 +13,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from compile_backend.asked_names import check_asked
 from compile_backend.build import BuiltGraph, artefact_cache, build_graph
 from compile_backend.config import CompilationConfig, CUDAGraphMode
 from compile_backend.errors import ConfigError
@@ -168,6 +169,7 @@ class CudagraphModesBackend:
                 'choose by options={"cudagraph_mode": ...} instead',
             )
         config = CompilationConfig.from_options(options)
+        check_asked(config)
         owner = calling_compile()
         compiled = self._compiled_by(owner)
         is_whole = is_stored(graph_module) or not (

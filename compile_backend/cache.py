@@ -57,13 +57,21 @@ def cache_directory(cache_dir: str | None) -> Path:
     Args:
         cache_dir: the option of that name; None for the user's cache directory, which
             `CUDAGRAPH_MODES_CACHE` moves.
+
+    Raises:
+        ConfigError: it begins with a `~` that means nobody's home directory.
     """
     root = (
         cache_dir
         or os.environ.get("CUDAGRAPH_MODES_CACHE")
         or platformdirs.user_cache_dir("cudagraph-modes")
     )
-    return Path(root).expanduser().absolute() / "pieces"
+    try:
+        directory = Path(root).expanduser()
+    except RuntimeError:
+        fix = "write the path in full"
+        raise ConfigError("cache_dir", root, "is in the home of nobody here", fix) from None
+    return directory.absolute() / "pieces"
 
 
 def cache_size_bytes() -> int:

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from compile_backend.asked_names import check_asked
 from compile_backend.bench import command as bench_command
 from compile_backend.cache import ArtefactCache, cache_directory, cache_size_bytes
 from compile_backend.config import CompilationConfig
@@ -209,7 +210,7 @@ def _options(parsed: argparse.Namespace, default: Mapping[str, Any]) -> dict[str
         ) from None
     if isinstance(options, dict):
         options = {**default, **options}
-    CompilationConfig.from_options(options)  # refuses what is wrong
+    check_asked(CompilationConfig.from_options(options))
     return dict(options)
 
 

@@ -276,9 +276,16 @@ def _function_of_one(option: str, value: Any) -> Any:
 
 
 def _directory(option: str, value: Any) -> str:
-    if not isinstance(value, str | os.PathLike) or not str(value):
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or not path:
         raise ConfigError(option, value, "must name a directory", "use a path or None")
-    return str(value)
+    try:
+        is_name = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        raise ConfigError(option, value, "holds what no path can", "use a path or None")
+    return path
 
 
 def _reject_unknown(options: Mapping[Any, Any], owner: type[Any]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compile_backend.asked_names import check_asked
 from compile_backend.config import CompilationConfig, CUDAGraphMode
 from compile_backend.explanation import (
     Cut,
@@ -65,6 +66,7 @@ def explain(
         ConfigError: an option is wrong.
     """
     config = CompilationConfig.from_options(options)
+    check_asked(config)
     original = _uncompiled(model)
     planner = _Planner(config, _parameter_names(original, inputs))
 

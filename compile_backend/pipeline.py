@@ -111,27 +111,36 @@ def run_passes(
         ConfigError: a pass of the user's is none, or fails.
     """
     graph = graph_module.graph
-    of_flags = passes_of_flags()
-    first, last = passes_at_first(), passes_before_split()
-    results = [_run(graph_pass, graph, asked_by=None) for graph_pass in first]
+    results = [_run(graph_pass, graph, asked_by=None) for graph_pass in passes_at_first()]
     results += [
         _run(graph_pass, graph, asked_by=flag)
-        for flag, passes in of_flags.items()
+        for flag, passes in passes_of_flags().items()
         if getattr(pass_config, flag)
         for graph_pass in passes
     ]
-    known = (*first, *last, *(graph_pass for passes in of_flags.values() for graph_pass in passes))
-    for own_pass in own_passes(own, frozenset(graph_pass.name for graph_pass in known)):
+    for own_pass in checked_passes(own):
         before, returned = frozenset(graph.nodes), returned_values(graph)
         results.append(_run(own_pass, graph, asked_by=OPTION))
         _fill_values(graph, own_pass, before)
         changed = difference(returned, returned_values(graph))
         if changed is not None:
             raise own_pass.error(changed, "keep the number, shapes and types of what it returns")
-    results += [_run(graph_pass, graph, asked_by=None) for graph_pass in last]
+    results += [_run(graph_pass, graph, asked_by=None) for graph_pass in passes_before_split()]
     graph.lint()
     graph_module.recompile()
     return tuple(results)
+
+
+def checked_passes(own: Mapping[str, Any]) -> tuple[OwnPass, ...]:
+    """The passes of `inductor_passes`.
+
+    Raises:
+        ConfigError: one cannot be found, or has the name of another pass.
+    """
+    of_flags = (graph_pass for passes in passes_of_flags().values() for graph_pass in passes)
+    known = (*passes_at_first(), *passes_before_split(), *of_flags)
+    taken = frozenset(graph_pass.name for graph_pass in known)
+    return own_passes(own, taken)
 
 
 def is_fused(node: torch.fx.Node) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compile_backend.batch import BatchDescriptor
-from compile_backend.errors import ConfigError
+from compile_backend.errors import ConfigError, number_of
 from compile_backend.inputs import InputClass
 
 if TYPE_CHECKING:
@@ -50,12 +50,22 @@ class BatchReader:
         """The descriptor of one call, before any padding.
 
         Raises:
-            ConfigError: the user's `describe_batch` returned something else, or a descriptor of
-                what no batch can be.
+            ConfigError: the user's `describe_batch` failed, or returned something else, or a
+                descriptor of what no batch can be.
         """
         if self._describe_batch is None:
             return BatchDescriptor(*self._shape(args))
-        described = self._describe_batch(tuple([args[i] for i in self._tensors]))
+        tensors = tuple([args[i] for i in self._tensors])
+        try:
+            described = self._describe_batch(tensors)
+        except Exception as error:
+            given, kind = number_of("tensor", len(tensors)), type(error).__name__
+            raise ConfigError(
+                "describe_batch",
+                self._describe_batch,
+                f"failed on {given}: {kind}: {error}",
+                "repair it: it is given the tuple of the call's tensors",
+            ) from error
         problem = _problem_of(described)
         if problem is not None:
             raise ConfigError("describe_batch", described, problem, _REMEDY)

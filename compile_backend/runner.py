@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from compile_backend import shortcuts
+from compile_backend.asked_names import check_asked
 from compile_backend.backend import cudagraph_modes
 from compile_backend.batch import BatchDescriptor
 from compile_backend.batch_loader import BatchLoader
@@ -141,6 +142,7 @@ class GraphModelRunner:
             if isinstance(config, CompilationConfig)
             else CompilationConfig.from_options(config)
         )
+        check_asked(self.config)
         self.model = model
         self._compiled = cudagraph_modes.facts(model)
         self._asked = mode_asked(self.config, self._compiled)

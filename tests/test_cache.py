@@ -289,6 +289,11 @@ def test_a_cache_of_no_size_keeps_nothing(
     assert not cache_dir.exists()
 
 
+def test_the_home_of_nobody_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cache_dir='~nobody-here/x' is in the home of nobody"):
+        cache_directory("~nobody-here/x")
+
+
 def test_the_users_cache_directory_is_the_default(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,6 +188,8 @@ FLAGS = [field.name for field in dataclasses.fields(CompilationConfig) if field.
         ("pass_config", True, "must map names", "use {'name': value}"),
         ("cache_dir", "", "must name a directory", "use a path or None"),
         ("cache_dir", 3, "must name a directory", "use a path or None"),
+        ("cache_dir", "a\0b", "holds what no path can", "use a path or None"),
+        ("cache_dir", "a\ud800", "holds what no path can", "use a path or None"),
     ],
 )
 def test_impossible_values_are_refused_with_a_fix(option, value, problem, fix):

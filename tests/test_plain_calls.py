@@ -81,6 +81,30 @@ def test_answers_are_checked_in_every_call():
         run(rows(4))
 
 
+def test_a_description_that_fails_is_named_in_every_call():
+    fails = [True]
+
+    def describe(tensors):
+        if fails[-1]:
+            raise KeyError("no such batch")
+        return BatchDescriptor(4, 4)
+
+    run = compiled(lambda x: x * 2, cudagraph_mode="FULL", describe_batch=describe)
+    text = r"describe_batch=<function .*describe.*> failed on 1 tensor: KeyError: 'no such b"
+    with torch.no_grad():
+        with pytest.raises(ConfigError, match=text):  # while it is compiled
+            run(rows(4))
+        fails.append(False)
+        for _ in range(3):
+            run(rows(4))
+        fails.append(True)
+        with pytest.raises(ConfigError, match=text) as caught:
+            run(rows(4))
+        assert isinstance(caught.value.__cause__, KeyError)
+        fails.append(False)
+        run(rows(4))
+
+
 def test_a_description_may_read_free_sizes():
     both = Twin(
         lambda x: x * 2,

@@ -6,6 +6,7 @@ import importlib.util
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from compile_backend.asked_names import check_asked
 from compile_backend.bench.shapes import SHAPES
 from compile_backend.config import CompilationConfig, CUDAGraphMode
 from compile_backend.errors import ConfigError
@@ -130,7 +131,7 @@ class BenchRequest:
             )
         if self.has_growth:
             self.shape.with_layers(1)  # refuses depths that are given
-        CompilationConfig.from_options(self.options)  # refuses what is wrong
+        check_asked(self.config)
 
     @property
     def config(self) -> CompilationConfig:
