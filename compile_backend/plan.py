@@ -36,6 +36,7 @@ from compile_backend.torch_internals.graphs import (
     is_number_input,
     names_of_wrapped,
 )
+from compile_backend.torch_internals.partition import are_made_on
 from compile_backend.torch_internals.sizes import data_dependent_symbols, free_symbols_of
 
 if TYPE_CHECKING:
@@ -214,7 +215,9 @@ def plan_graph(
     if config.use_inductor_graph_partition and not needs_grad and (piecewise or uncuttable):
         refusal = uncuttable or _in_words(_without_idle(uncapturable))
         found = partition_ops(support) if refusal is None else f"no graph can hold {refusal}"
-        if isinstance(found, str):
+        if not are_made_on(device.type):
+            notes.append(not_partitioned(config, ON_CPU, "move model and inputs to a GPU, or "))
+        elif isinstance(found, str):
             notes.append(not_partitioned(config, found))
         else:
             whole = split_graph(graph_module, SplittingOps(()), keep_grad_mode=False)
@@ -241,17 +244,26 @@ def plan_graph(
     )
 
 
-def not_partitioned(config: CompilationConfig, reason: str) -> str:
+ON_CPU = "Inductor makes partitions for GPUs only, and this graph runs on the CPU"
+
+
+def not_partitioned(config: CompilationConfig, reason: str, fix: str = "") -> str:
     """What tells that a graph is cut before although Inductor was asked to part it.
+
+    Args:
+        config: what was asked for.
+        reason: why that cannot be.
+        fix: what else could be done than to leave the option out; ends in "or ".
 
     Raises:
         ConfigError: `strict` is set.
     """
-    option = "use_inductor_graph_partition"
+    option, fix = "use_inductor_graph_partition", f"{fix}leave it out: splitting_ops splits"
     if config.strict:
-        fix = "leave it out: splitting_ops splits; or leave out strict"
-        raise ConfigError(option, True, f"cannot be had for a graph: {reason}", fix)
-    return f"{option}=True cannot be had for a graph, which is split before instead: {reason}"
+        problem = f"cannot be had for a graph: {reason}"
+        raise ConfigError(option, True, problem, f"{fix}; or leave out strict")
+    problem = f"cannot be had for a graph, which is split before instead: {reason}"
+    return str(ConfigError(option, True, problem, fix))
 
 
 def _support_of(split: SplitGraph, config: CompilationConfig) -> dict[str, AttentionCGSupport]:

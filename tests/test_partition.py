@@ -19,7 +19,7 @@ from torch._inductor.utils import _unstable_customized_partition_wrapper
 from torch.nn.attention.flex_attention import flex_attention
 from toy import FULL, MODES, NONE, PIECEWISE, WIDTH, Twin, counts, rows, toy_model
 
-from compile_backend import BatchDescriptor, ConfigError, capture, explain, reset, stats
+from compile_backend import BatchDescriptor, ConfigError, capture, explain, plan, reset, stats
 from compile_backend.backend import cudagraph_modes
 from compile_backend.cache import SIZE_VARIABLE
 from compile_backend.context import ForwardContext, SetBy, enter_forward_context
@@ -43,6 +43,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from torch._inductor.scheduler import BaseSchedulerNode
 
     monkeypatch.setattr(BaseSchedulerNode, "is_gpu", lambda self: True)
+    monkeypatch.setattr(plan, "are_made_on", lambda device_type: True)
     with torch.compiler.config.patch(cache_key_tag="partitions on the CPU"):
         yield
 
@@ -509,14 +510,31 @@ def test_without_a_gpu_there_are_no_partitions(caplog):
     for _ in range(3):
         both(rows(8))
     (message,) = told(caplog)
-    assert "Inductor made no partitions" in message
+    assert message == (
+        f"{OPTION}=True cannot be had for a graph, which is split before instead: {plan.ON_CPU}; "
+        "move model and inputs to a GPU, or leave it out: splitting_ops splits"
+    )
     assert (both.stats.partitions, both.stats.pieces) == (0, 2)
+    text = f"cannot be had for a graph: {plan.ON_CPU}; move model"
     strict = whole(function, cudagraph_mode="PIECEWISE", strict=True)
-    with pytest.raises(Exception, match=f"{OPTION}=True cannot be had for a graph: Inductor made"):
+    with pytest.raises(ConfigError, match=text):
         strict.compiled(rows(8))
+    options = {"splitting_ops": ["toy::*"], "attention_support": {"toy::*": "ALWAYS"}}
+    with pytest.raises(ConfigError, match=text):
+        explain(function, rows(8), options={**options, OPTION: True, "strict": True})
 
 
-def test_a_function_as_splitting_op_is_refused_before_anything_is_compiled(caplog):
+def test_code_without_partitions_is_told_of_where_they_were_to_be(monkeypatch, caplog):
+    monkeypatch.setattr(plan, "are_made_on", lambda device_type: True)
+    both = whole(lambda x: TOY.attn_new(x * 7) - 3, cudagraph_mode="PIECEWISE")
+    for _ in range(3):
+        both(rows(8))
+    (message,) = told(caplog)
+    assert "Inductor made no partitions; leave it out: splitting_ops splits" in message
+    assert (both.stats.partitions, both.stats.pieces) == (0, 2)
+
+
+def test_a_function_as_splitting_op_is_refused_before_anything_is_compiled(parts, caplog):
     name = f"{__name__}.attend"
     options = {"splitting_ops": [name], "attention_support": {name: "ALWAYS"}, OPTION: True}
     torch._dynamo.allow_in_graph(attend)
@@ -527,7 +545,7 @@ def test_a_function_as_splitting_op_is_refused_before_anything_is_compiled(caplo
         explain(lambda x: attend(x * 2) + 1, rows(8), options={**options, "strict": True})
 
 
-def test_explain_tells_who_splits():
+def test_explain_tells_who_splits(parts):
     options = {"splitting_ops": ["toy::*"], "attention_support": {"toy::*": "ALWAYS"}}
     asked = explain(toy_model("attn_new", 2), rows(8), options={**options, OPTION: True})
     assert (asked.graphs[0].num_partitions, asked.graphs[0].num_compiles) == (3, 1)
@@ -535,6 +553,15 @@ def test_explain_tells_who_splits():
     assert "this backend, before Inductor" in str(
         explain(toy_model("attn_new", 2), rows(8), options=options)
     )
+
+
+def test_explain_tells_that_nothing_is_partitioned_on_the_cpu():
+    options = {"splitting_ops": ["toy::*"], "attention_support": {"toy::*": "ALWAYS"}}
+    told_of = explain(toy_model("attn_new", 2), rows(8), options={**options, OPTION: True})
+    (graph,) = told_of.graphs
+    assert (graph.num_partitions, graph.num_compiles) == (0, 2)
+    assert "this backend, before Inductor" in str(told_of)
+    assert any("runs on the CPU; move model and inputs to a GPU" in note for note in graph.notes)
 
 
 def test_a_graph_without_splitting_ops_needs_no_partition(caplog):

@@ -20,6 +20,7 @@ from torch._inductor.scheduler import BaseSchedulerNode
 from toy import MODES, dynamo_call
 
 import compile_backend
+from compile_backend import plan
 from compile_backend.attention.backend import AttentionBackend
 from compile_backend.attention.builder import AttentionBatch
 from compile_backend.attention.flash_attn3 import FlashAttention3
@@ -480,6 +481,7 @@ def test_every_mode_gives_what_it_gave(backend: str) -> None:
 def test_inductor_parts_the_graph_at_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor parts graphs for GPUs only, so it is told that its nodes run on one."""
     monkeypatch.setattr(BaseSchedulerNode, "is_gpu", lambda self: True)
+    monkeypatch.setattr(plan, "are_made_on", lambda device_type: True)
     model = Fp8Toy().to(torch.bfloat16)
     model.register_buffer("scale", torch.tensor(0.004))
     options = {"piece_compiler": "inductor", "use_inductor_graph_partition": True}

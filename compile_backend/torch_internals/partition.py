@@ -20,6 +20,11 @@ class PartitionError(RuntimeError):
     """What Inductor made cannot be taken apart, as the rest of a sentence."""
 
 
+def are_made_on(device_type: str) -> bool:
+    """Whether Inductor makes partitions of a device's code: not of the CPU's."""
+    return device_type != "cpu"
+
+
 def partition_settings(ops: Sequence[str]) -> dict[str, Any]:
     """Inductor settings for code in partitions.
 
