@@ -289,7 +289,7 @@ def _check_page(path: Path) -> None:
 
 def _write_page(path: Path, page: str) -> None:
     try:
-        path.write_text(page, encoding="utf-8")
+        path.write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         problem = f"cannot be written: {error.strerror}"
         raise ConfigError("--html", str(path), problem, "name another file") from error

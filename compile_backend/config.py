@@ -256,7 +256,10 @@ def _own_passes(option: str, value: Any) -> Mapping[str, Any]:
 
 
 def _levels(option: str, value: Any) -> Mapping[str, AttentionCGSupport]:
-    levels = {name: AttentionCGSupport.parse(v) for name, v in _mapping(option, value).items()}
+    levels = {
+        name: AttentionCGSupport.parse(level, option=f"{option}[{name!r}]")
+        for name, level in _mapping(option, value).items()
+    }
     return MappingProxyType(levels)
 
 

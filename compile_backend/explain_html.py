@@ -6,18 +6,19 @@ the modes capture. Everything is taken from the explanation; this file works not
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 from itertools import starmap
 from typing import TYPE_CHECKING
 
-from compile_backend.errors import number_of
+from compile_backend.errors import ConfigError, number_of
+from compile_backend.explanation import Explanation
 from compile_backend.reports import compact_sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from compile_backend.explanation import (
-        Explanation,
         GraphExplanation,
         KeySizes,
         SectionOutline,
@@ -43,7 +44,11 @@ def as_page(explanations: Mapping[str, Explanation]) -> str:
 
     Args:
         explanations: by a title for each.
+
+    Raises:
+        ConfigError: they are something else, or a title is no text.
     """
+    _check(explanations)
     parts = [
         f"<h1>{escape(title)}</h1>" + "".join(starmap(_graph, enumerate(told.graphs, start=1)))
         for title, told in explanations.items()
@@ -53,6 +58,18 @@ def as_page(explanations: Mapping[str, Explanation]) -> str:
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     )
+
+
+def _check(explanations: object) -> None:
+    option, fix = "explanations", "use {'a title': explain(...)}"
+    if not isinstance(explanations, Mapping) or not explanations:
+        raise ConfigError(option, explanations, "must map titles to explanations", fix)
+    for title, told in explanations.items():
+        if not isinstance(title, str) or not title.strip():
+            raise ConfigError(option, list(explanations), f"has the title {title!r}", fix)
+        if not isinstance(told, Explanation):
+            problem = f"has {type(told).__name__} at {title!r}, which is no Explanation"
+            raise ConfigError(option, list(explanations), problem, fix)
 
 
 def _graph(number: int, graph: GraphExplanation) -> str:

@@ -199,6 +199,13 @@ def test_impossible_values_are_refused_with_a_fix(option, value, problem, fix):
     assert fix in caught.value.fix
 
 
+@given(st.text(), st.sampled_from(["MAYBE", 7, None, True]))
+def test_a_level_that_is_none_names_its_op(name, level):
+    with pytest.raises(ConfigError) as caught:
+        config(attention_support={"a::b": "ALWAYS", name: level})
+    assert str(caught.value).startswith(f"attention_support[{name!r}]={level!r} is not a level; ")
+
+
 def test_an_unknown_option_names_the_close_one_and_all():
     with pytest.raises(ConfigError) as caught:
         config(cudagraph_capture_size=[1, 2])

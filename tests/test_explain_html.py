@@ -10,12 +10,15 @@ from xml.etree import ElementTree as ET
 
 import pytest
 import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
 from toy import rows, toy_model
 
 from compile_backend import explain
 from compile_backend.cli import _write_page, main
 from compile_backend.errors import ConfigError
 from compile_backend.explain_html import as_page, drawing
+from compile_backend.explanation import Explanation
 
 OPTIONS: dict[str, Any] = {"splitting_ops": ["toy::*"], "cudagraph_capture_sizes": [1, 2, 4]}
 FP8 = torch.float8_e4m3fn
@@ -83,6 +86,60 @@ def test_a_page_is_balanced_escaped_and_loads_nothing() -> None:
     assert page.count("<svg") == 2
     assert "a &lt;b&gt; &amp; c" in page
     assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}
+
+
+class _Read(HTMLParser):
+    """The text of the title and of the headings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: dict[str, str] = {"title": "", "h1": ""}
+        self.tag = ""
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tag = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self.tag = ""
+
+    def handle_data(self, data: str) -> None:
+        if self.tag in self.said:
+            self.said[self.tag] += data
+
+
+@given(st.text(st.characters(exclude_categories=["C", "Zl", "Zp"]), min_size=1))
+@example("</title><script>alert(1)</script>")
+@example('"quoted" & <b>bold</b> &amp;')
+def test_any_title_reads_as_it_was_given(title: str) -> None:
+    assume(title.strip())
+    reader = _Read()
+    reader.feed(as_page({title: Explanation(())}))
+    reader.close()
+    assert reader.said == {"title": title, "h1": title}
+
+
+@pytest.mark.parametrize(
+    ("explanations", "problem"),
+    [
+        ({}, "explanations={} must map titles to explanations; use {'a title': explain"),
+        (Explanation(()), "must map titles to explanations"),
+        ([("a", Explanation(()))], "must map titles to explanations"),
+        ({3: Explanation(())}, "explanations=[3] has the title 3; use {'a title': explain"),
+        ({None: Explanation(())}, "has the title None"),
+        ({"": Explanation(())}, "has the title ''"),
+        ({" ": Explanation(())}, "has the title ' '"),
+        ({"a": "told"}, "explanations=['a'] has str at 'a', which is no Explanation"),
+    ],
+    ids=str,
+)
+def test_what_is_no_titled_explanation_is_refused(explanations: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        as_page(explanations)
+
+
+def test_a_page_with_a_name_of_a_file_that_is_no_text_is_written(tmp_path: Path) -> None:
+    _write_page(tmp_path / "page.html", as_page({"model\udcff": Explanation(())}))
+    assert "model\\udcff" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_a_lowered_mode_and_its_reason_are_told() -> None:
