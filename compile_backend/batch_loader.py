@@ -83,7 +83,8 @@ class BatchLoader:
                 )
             for spec in specs[done:]:
                 size = spec.dim.of(num_tokens, num_reqs)
-                inputs.put(layout.places[spec.name], values[spec.name], size)
+                limit = None if spec.indexes is None else spec.indexes.of(num_tokens, num_reqs)
+                inputs.put(layout.places[spec.name], values[spec.name], size, limit)
         if self.builder is not None:
             self.builder.fill(batch.attention, query_lens, layout.arrays, is_refill=is_refill)
         inputs.held = layout

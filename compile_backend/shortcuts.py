@@ -39,9 +39,10 @@ NOT_BUILT = (
 MOST_PARAMETERS = 64
 """Of a kernel that `kernel_of` takes."""
 
-Row = tuple[str, Any, int, int, float]
+Row = tuple[str, Any, int, int, float, int]
 """An input: its name, its array on the host or None, the dimension that changes, with what it
-changes (0: tokens, 1: requests, 2: requests + 1), and the value of padding."""
+changes (0: tokens, 1: requests, 2: requests + 1), the value of padding, and of what its numbers
+are indices (-1: of nothing)."""
 
 Known = tuple[tuple[Row, ...], int, Any, Any, object | None, tuple[Any, ...] | None, Any]
 """A step for `prepare`: all rows of its layout, how many of them are the model's, the owner of

@@ -54,6 +54,8 @@ class InputSpec:
         shape: fixed sizes, and one `Dim`.
         dtype: of the elements.
         pad: fills the rows beyond the batch's own.
+        indexes: the size that each number is an index below, so that none points at padding;
+            None for other numbers. What is on the device already is taken as it is.
         axis: which dimension changes.
         dim: how it changes.
 
@@ -66,6 +68,7 @@ class InputSpec:
     shape: tuple[int | Dim, ...]
     dtype: torch.dtype
     pad: float = 0
+    indexes: Dim | None = None
     axis: int = field(init=False, repr=False)
     dim: Dim = field(init=False, repr=False)
 
@@ -222,7 +225,7 @@ class StepInputs:
         event = shortcuts.event_of(self._copied)
         return event, event is not None
 
-    def put(self, place: Place, value: Any, size: int) -> None:
+    def put(self, place: Place, value: Any, size: int, limit: int | None = None) -> None:
         """Write one input of the batch, and fill what the padding adds.
 
         Args:
@@ -230,10 +233,11 @@ class StepInputs:
             value: numbers, an array or a tensor. One on the device comes by way of the host's
                 block, so that the step's one copy brings it too; nobody waits for that.
             size: its rows in the dimension that changes, without padding.
+            limit: the size that its numbers are indices below; None for other numbers.
 
         Raises:
             ValueError: the value has another shape, is no number, has fractions where the spec has
-                integers, or is out of their range.
+                integers, or is out of their range or of the batch.
         """
         spec = place.spec
         host: Any = place.host if place.array is None else place.array
@@ -244,6 +248,8 @@ class StepInputs:
         if isinstance(value, torch.Tensor):
             _check_shape(spec, value.shape, own.shape)
             _check_kind(spec, value.dtype, is_fraction=value.is_floating_point())
+            if limit is not None and value.device.type == "cpu" and value.numel():
+                _check_indices(spec, int(value.min()), int(value.max()), limit)
             with torch.no_grad():
                 place.host[inside].copy_(value, non_blocking=True)
             if self._copied is not None and value.is_cuda:
@@ -254,6 +260,8 @@ class StepInputs:
         if isinstance(value, np.ndarray) and value.size:  # an empty list counts as fractions
             _check_kind(spec, value.dtype, is_fraction=value.dtype.kind in "fc")
             _check_numbers(spec, value)
+            if limit is not None:
+                _check_indices(spec, int(value.min()), int(value.max()), limit)
         own[...] = value
 
     def send(self, layout: Layout) -> None:
@@ -287,7 +295,14 @@ class StepInputs:
         tensors = {name: place.device for name, place in places.items()}
         arrays = {name: place.array for name, place in places.items() if place.array is not None}
         rows = tuple(
-            (spec.name, places[spec.name].array, spec.axis, _DIMS.index(spec.dim), spec.pad)
+            (
+                spec.name,
+                places[spec.name].array,
+                spec.axis,
+                _DIMS.index(spec.dim),
+                spec.pad,
+                -1 if spec.indexes is None else _DIMS.index(spec.indexes),
+            )
             for spec in self._specs
         )
         block = (self._host_bytes[:num_bytes], self._device_bytes[:num_bytes])
@@ -308,6 +323,11 @@ def _check_fields(spec: Any) -> None:
         raise ConfigError(f"{option}.shape", shape, "is no shape", fix)
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"{option}.dtype", dtype, "is no dtype", "use torch.int64 or another")
+    indexes = spec.indexes
+    if indexes is not None and not (isinstance(indexes, Dim) and _is_integer(dtype)):
+        problem = f"is no Dim that numbers of {dtype} are indices below"
+        fix = "use Dim.NUM_TOKENS for integers that are rows of tokens, or leave it out"
+        raise ConfigError(f"{option}.indexes", indexes, problem, fix)
     if not isinstance(pad, int | float):
         raise ConfigError(f"{option}.pad", pad, "is no number", "use 0")
 
@@ -357,9 +377,23 @@ def _check_numbers(spec: InputSpec, value: np.ndarray[Any, Any]) -> None:
         )
 
 
+def _check_indices(spec: InputSpec, lowest: int, highest: int, limit: int) -> None:
+    """Refuse what points at a row of padding, or at one of another batch's."""
+    if lowest < 0 or highest >= limit:
+        assert spec.indexes is not None
+        raise ValueError(
+            f"input {spec.name!r} holds {lowest} to {highest}, which are to be indices below "
+            f"{spec.indexes.value}={limit} of this batch; change them, or the spec"
+        )
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+
+
 def _fits(dtype: torch.dtype, lowest: float, highest: float) -> bool:
     """Whether a dtype can hold integers; fractions and booleans take what they get."""
-    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+    if not _is_integer(dtype):
         return True
     limits = torch.iinfo(dtype)
     return limits.min <= lowest and highest <= limits.max

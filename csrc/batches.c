@@ -189,8 +189,11 @@ static PyObject *lengths(PyObject *self, PyObject *const *args, Py_ssize_t num_a
                          (long long)(is_uniform ? first : 0));
 }
 
-/* The rows of a value, `size` of them in dimension `axis`, and behind them the padding. */
-static int put(PyObject *held_object, long axis, PyObject *value_object, npy_intp size, int64_t pad)
+/* The rows of a value, `size` of them in dimension `axis`, and behind them the padding. Numbers of
+ * the value are below `limit` and from 0 on; without one, which is negative, all are good.
+ */
+static int put(PyObject *held_object, long axis, PyObject *value_object, npy_intp size, int64_t pad,
+               int64_t limit)
 {
     if (!PyArray_CheckExact(held_object)) {
         return 0;
@@ -217,6 +220,10 @@ static int put(PyObject *held_object, long axis, PyObject *value_object, npy_int
     int from_size = (int)PyArray_ITEMSIZE(value);
     int64_t low = itemsize == 4 ? INT32_MIN : INT64_MIN;
     int64_t end = itemsize == 4 ? (int64_t)INT32_MAX + 1 : INT64_MAX;
+    if (limit >= 0) {
+        low = 0;
+        end = limit < end ? limit : end;
+    }
     if (!copy_row(PyArray_BYTES(value), from_size, from_size, PyArray_BYTES(held), itemsize,
                   num_own, low, end)) {
         return 0; /* also for the largest int64, which an exclusive end leaves out */
@@ -225,23 +232,31 @@ static int put(PyObject *held_object, long axis, PyObject *value_object, npy_int
     return 1;
 }
 
+/* A size that changes: of tokens, of requests, or one more than these. */
+static inline npy_intp size_of(long dim, Py_ssize_t num_tokens, Py_ssize_t num_reqs)
+{
+    return dim == 0 ? num_tokens : num_reqs + (dim == 2);
+}
+
 Py_ssize_t put_rows(PyObject *rows, Py_ssize_t num_rows, PyObject *values, Py_ssize_t num_tokens,
                     Py_ssize_t num_reqs)
 {
     Py_ssize_t done = 0;
     for (; done < num_rows && done < PyTuple_GET_SIZE(rows); done++) {
         PyObject *row = PyTuple_GET_ITEM(rows, done);
-        if (!PyTuple_CheckExact(row) || PyTuple_GET_SIZE(row) != 5) {
+        if (!PyTuple_CheckExact(row) || PyTuple_GET_SIZE(row) != 6) {
             break;
         }
         long axis = PyLong_AsLong(PyTuple_GET_ITEM(row, 2));
         long changes_with = PyLong_AsLong(PyTuple_GET_ITEM(row, 3));
         long long pad = PyLong_AsLongLong(PyTuple_GET_ITEM(row, 4));
+        long indexes = PyLong_AsLong(PyTuple_GET_ITEM(row, 5));
         /* Last: it is borrowed, and numbers of other classes run Python. */
         PyObject *value = PyDict_GetItemWithError(values, PyTuple_GET_ITEM(row, 0));
-        npy_intp size = changes_with == 0 ? num_tokens : num_reqs + (changes_with == 2);
+        npy_intp size = size_of(changes_with, num_tokens, num_reqs);
+        npy_intp limit = indexes < 0 ? -1 : size_of(indexes, num_tokens, num_reqs);
         if (PyErr_Occurred() || value == NULL ||
-            !put(PyTuple_GET_ITEM(row, 1), axis, value, size, pad)) {
+            !put(PyTuple_GET_ITEM(row, 1), axis, value, size, pad, limit)) {
             break;
         }
     }

@@ -41,7 +41,7 @@ SPEC = AttentionSpec(
 INPUTS = (
     InputSpec("tokens", (Dim.NUM_TOKENS,), torch.int64),
     InputSpec("positions", (Dim.NUM_TOKENS,), torch.int64),
-    InputSpec("last", (Dim.NUM_REQS,), torch.int64),
+    InputSpec("last", (Dim.NUM_REQS,), torch.int64, indexes=Dim.NUM_TOKENS),
 )
 
 

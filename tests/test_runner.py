@@ -465,6 +465,26 @@ def test_contradictory_batches_are_refused_and_lose_nothing(
     loop.step([(request, 1)])
 
 
+@pytest.mark.parametrize("last", [-1, 1, 7])
+@pytest.mark.parametrize("lens", [[1], np.array([1])], ids=["list", "array"])
+@pytest.mark.parametrize("form", [list, np.array, torch.tensor])
+def test_an_index_of_a_row_of_padding_is_refused(last: int, form: Any, lens: Any) -> None:
+    """At the first step of its kind and at a known one, whatever the numbers come in."""
+    loop = _shared_loop()
+    loop.tokens, loop.done, loop.blocks, loop.used = [], [], [], 0
+    request = loop.add([1, 2, 3, 4])
+    for _ in range(2):
+        batch = loop.batch([(request, 1)])
+        arrays = {name: np.asarray(value) for name, value in batch.inputs.items()}
+        inputs = {**arrays, "last": form([last])}
+        wrong = dataclasses.replace(batch, query_lens=lens, inputs=inputs)
+        text = rf"'last' holds {last} to {last}, which are to be indices below num_tokens=1"
+        with pytest.raises(ValueError, match=text):
+            loop.runner.run(wrong)
+        loop.runner.run(dataclasses.replace(batch, query_lens=np.array([1]), inputs=arrays))
+        loop.done[request] += 1
+
+
 def test_attention_that_nobody_reads_is_refused() -> None:
     runner = GraphModelRunner(
         lambda x: x,

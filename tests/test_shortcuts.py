@@ -81,7 +81,9 @@ def test_inputs_are_put_as_without_it(data: Any) -> None:
     dtype = data.draw(st.sampled_from([torch.int32, torch.int64, torch.float32, torch.bool]))
     before = data.draw(st.sampled_from([(), (1,), (2,), (1, 1)]))
     after = data.draw(st.sampled_from([(), (3,)]))
-    spec = InputSpec("x", (*before, TOKENS, *after), dtype, data.draw(st.sampled_from([0, 1])))
+    pad = data.draw(st.sampled_from([0, 1]))
+    is_index = dtype in (torch.int32, torch.int64) and data.draw(st.booleans())
+    spec = InputSpec("x", (*before, TOKENS, *after), dtype, pad, TOKENS if is_index else None)
     size, padded = sorted(data.draw(st.lists(st.integers(0, 6), min_size=2, max_size=2)))
     value = data.draw(arrays((*before, size, *after)))
 
@@ -198,9 +200,18 @@ def test_a_plain_batch_is_not_declined() -> None:
         held = [held[0], held[1], held[3], held[2]]
         limits = (MAX_LEN, NUM_BLOCKS, BLOCK_SIZE)
         assert shortcuts.fill_attention(*given, *held, *limits, False)
-    rows = (("x", np.zeros((1, 4), np.int32), 1, 0, 5),)
+    rows = (("x", np.zeros((1, 4), np.int32), 1, 0, 5, -1),)
     assert shortcuts.put_inputs(rows, 1, {"x": np.ones((1, 2), np.int64)}, 2, 1) == 1
     assert rows[0][1].tolist() == [[1, 1, 5, 5]]
+
+
+@pytest.mark.parametrize(("low", "high", "done"), [(0, 2, 1), (0, 3, 0), (-1, 2, 0)])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_indices_are_looked_at_while_they_are_copied(low, high, done, dtype) -> None:
+    """Those of tokens in a batch of 3."""
+    rows = (("x", np.zeros(4, dtype), 0, 1, 0, 0),)
+    value = np.array([low, high], np.int64)
+    assert shortcuts.put_inputs(rows, 1, {"x": value}, 3, 2) == done
 
 
 # --- addresses --------------------------------------------------------------------------------

@@ -75,6 +75,8 @@ def test_a_shape_changes_in_exactly_one_size(shape: tuple[int | Dim, ...]) -> No
         ({"shape": "num_tokens"}, "is no shape"),
         ({"dtype": "int32"}, r"input_spec\['x'\].dtype='int32' is no dtype; use torch.int64"),
         ({"pad": "0"}, r"input_spec\['x'\].pad='0' is no number; use 0"),
+        ({"indexes": "num_tokens"}, "indexes='num_tokens' is no Dim that numbers of torch.int32"),
+        ({"indexes": TOKENS, "dtype": torch.float32}, "is no Dim that numbers of torch.float32"),
         ({"pad": 0.5}, "pad=0.5 is no integer of torch.int32; use a number that the dtype holds"),
         ({"pad": 1 << 31}, "pad=2147483648 is out of the range of torch.int32"),
     ],

@@ -36,7 +36,7 @@ _ONE_AT_A_TIME = threading.RLock()  # transformers knows interfaces by name, in 
 CAUSAL_LM_INPUTS = (
     InputSpec("input_ids", (1, Dim.NUM_TOKENS), torch.int64),
     InputSpec("position_ids", (1, Dim.NUM_TOKENS), torch.int64),
-    InputSpec("logits_indices", (Dim.NUM_REQS,), torch.int64),
+    InputSpec("logits_indices", (Dim.NUM_REQS,), torch.int64, indexes=Dim.NUM_TOKENS),
 )
 """What `CausalLM.forward` takes, as a runner's `input_spec`."""
 
