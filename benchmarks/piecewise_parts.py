@@ -137,7 +137,7 @@ def parts(runner: GraphModelRunner, plan: Sections, batch: Any) -> dict[str, Ste
     """A step's graphs, and its attention calls, each by themselves."""
     steps = runner._captured.piecewise._steps
     ((key, step),) = steps.items()
-    layout = runner._loader.inputs.layout(1, 1)
+    layout = runner._parts.loader.inputs.layout(1, 1)
     metadata = runner.builder.build(batch.attention, batch.query_lens, layout.tensors)
     replays, calls = plan.graphs(), plan.eager(step.args)
 

@@ -102,7 +102,7 @@ def test_memory_is_told_by_size_where_there_is_some(monkeypatch: pytest.MonkeyPa
     }
     assert meter.by_mode()[FULL].num_bytes == held[0]
     runner = make_loop("FULL").runner
-    runner._meter = meter
+    runner._capture.meter = meter
     text = str(runner.report())
     assert "Captures, the largest first" in text
     assert "4.0" in text

@@ -346,7 +346,7 @@ def test_inputs_that_cannot_be_put_leave_attention_filled() -> None:
     loop.step([(request, 3)])
     for _ in range(2):
         step_in_arrays(loop, loop.grow(request))
-    inputs = loop.runner._loader.inputs
+    inputs = loop.runner._parts.loader.inputs
     held = inputs.held
     assert held is not None
     batch = in_arrays(loop.batch(loop.grow(request)))
@@ -363,7 +363,7 @@ def test_a_step_that_cannot_be_repeated_any_more_is_forgotten() -> None:
     loop = make_loop("PIECEWISE")
     request = loop.add([1, 2, 3])
     loop.step([(request, 3)])
-    compiled = loop.runner._compiled
+    compiled = loop.runner._parts.compiled
     assert compiled is not None
     for _ in range(6):
         for _ in range(4):
@@ -499,7 +499,7 @@ def test_any_steps_are_those_of_the_general_code(data: Any) -> None:
             for loop in loops:
                 for request, count in work:
                     loop.done[request] += count
-        blocks = [loop.runner._loader.inputs._host_bytes for loop in loops]
+        blocks = [loop.runner._parts.loader.inputs._host_bytes for loop in loops]
         if not isinstance(fast, str):
             assert blocks[0].tolist() == blocks[1].tolist()
         reports = [loop.runner.report().by_key for loop in loops]

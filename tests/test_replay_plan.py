@@ -144,7 +144,7 @@ def test_known_steps_call_no_model(monkeypatch):
     prefill_and_decode(loop, 1)
     assert known_steps(loop) == 2
     with monkeypatch.context() as patch:
-        patch.setattr(loop.runner._model_steps, "call", None)
+        patch.setattr(loop.runner._parts.model_steps, "call", None)
         prefill_and_decode(loop, 5)
     assert loop.ran() == {"PIECEWISE": [4] * 6 + [8]}
     replays = loop.runner.report().by_key
