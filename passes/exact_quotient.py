@@ -18,9 +18,9 @@ def divided(values, divisor, KIND: tl.constexpr, IS_INTERPRETED: tl.constexpr):
     Others get two corrections, each by what is left over: these give the exact quotient rounded
     once (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor",
     1990), as long as nothing leaves the range of float32. So a divisor near its ends is brought
-    to the middle, and quotients above 1024, which 8-bit floats do not reach, become 1024. What is
-    left over is negated, so that zeros keep their signs. The interpreter rounds products before
-    it adds, so it divides.
+    to the middle, and quotients above 1024, which 8-bit floats do not reach, become 1024. Zeros
+    need no correction, and would lose their signs. The interpreter rounds products before it
+    adds, so it divides.
 
     Args:
         values: float32, each a number of `KIND`.
@@ -42,8 +42,9 @@ def divided(values, divisor, KIND: tl.constexpr, IS_INTERPRETED: tl.constexpr):
         inverse = tl.math.div_rn(1.0, divisor)
         values = tl.clamp(values * shift, -limit, limit, tl.PropagateNan.ALL)
         quotient = values * inverse
-        exact = tl.fma(-tl.fma(quotient, divisor, -values), inverse, quotient)
-        exact = tl.fma(-tl.fma(exact, divisor, -values), inverse, exact)
+        exact = tl.fma(tl.fma(-quotient, divisor, values), inverse, quotient)
+        exact = tl.fma(tl.fma(-exact, divisor, values), inverse, exact)
+        exact = tl.where(quotient == 0.0, quotient, exact)
         quotient = tl.where(is_usual, exact, quotient)
     return quotient
 
