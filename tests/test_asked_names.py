@@ -37,7 +37,6 @@ REFUSED = [
     ),
     ({"inductor_passes": {"noop": print}}, "has the name of another pass"),
     ({"inductor_passes": {"mine": "no.such:name"}}, "cannot be found: No module named"),
-    ({"pass_config": {"enable_async_tp": True}}, "enable_async_tp=True is not available"),
 ]
 
 
