@@ -6,15 +6,21 @@ them. What becomes of a partition's arguments is that of its runner.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from compile_backend.attention.ops import WITHOUT_DISPATCHER
 from compile_backend.compiled_graph import Programs
 from compile_backend.context import current_forward_context
 from compile_backend.partition_calls import PartitionCall
 from compile_backend.partition_memory import StepMemory
 from compile_backend.partition_origins import tensors_of
+from compile_backend.partition_plan import planned_step
 from compile_backend.partition_runner import PartitionRunner, running_key
 from compile_backend.replay_plan import ReplayPlan
+from compile_backend.torch_internals.partition import PartitionError
+from compile_backend.torch_internals.partition_between import Between
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,12 +28,19 @@ if TYPE_CHECKING:
     import torch
 
     from compile_backend.batch import BatchDescriptor
+    from compile_backend.compiled_graph import SectionRunner
     from compile_backend.context import ForwardContext
     from compile_backend.partition_memory import Growth
+    from compile_backend.partition_plan import PlannedStep
     from compile_backend.torch_internals.partition import Partitions
     from compile_backend.wrapper import CUDAGraphWrapper
 
     Wrap = Callable[[Callable[..., Any], str, frozenset[int]], CUDAGraphWrapper]
+
+logger = logging.getLogger(__name__)
+
+# How often to plan the steps of a key whose inputs do not stay where they are.
+_MAX_ATTEMPTS = 4
 
 
 def partitioned_programs(
@@ -46,7 +59,7 @@ def partitioned_programs(
         wrap: makes the wrapper of a callable with this name and these unwritten outputs.
         growth: how many times larger tensors may be at other keys, by key.
     """
-    steps = _Steps(program, device, growth)
+    steps = _Steps(program, device, growth, _code_between(partitions))
     instead: list[Callable[[list[Any]], Sequence[Any]]] = []
     for index, function in enumerate(partitions.functions):
         if not function.does_work:
@@ -56,8 +69,18 @@ def partitioned_programs(
         wrapper = wrap(called, f"partition_{index}", function.unwritten)
         steps.runners.append(PartitionRunner(index, called, wrapper, steps.memory))
         instead.append(steps.runners[-1])
-    partitions.divert(instead, steps.take_over)
-    return Programs(program, steps.run, steps.capture, tuple(steps.runners), steps.plan)
+    partitions.divert(instead, steps.take_over, steps.planned)
+    runners: tuple[SectionRunner, ...] = (*steps.runners, steps)
+    return Programs(program, steps.run, steps.capture, runners, steps.plan)
+
+
+def _code_between(partitions: Partitions) -> Between | None:
+    """The code between partitions; None where it has a form that is not known."""
+    try:
+        return Between(partitions.between, partitions.names, WITHOUT_DISPATCHER)
+    except PartitionError as error:
+        logger.info("steps of partitions are not planned: %s", error)
+        return None
 
 
 class _Steps:
@@ -67,6 +90,7 @@ class _Steps:
         program: runs the whole graph, and asks `take_over` whether our runners are to run in it.
         device: where graphs are captured.
         growth: how many times larger tensors may be at other keys, by key.
+        between: the code between the partitions; None where nothing can be planned.
     """
 
     def __init__(
@@ -74,10 +98,14 @@ class _Steps:
         program: Callable[[Sequence[Any]], tuple[Any, ...]],
         device: torch.device,
         growth: Growth,
+        between: Between | None,
     ) -> None:
         self.runners: list[PartitionRunner] = []
         self.memory = StepMemory(device, growth, self._is_captured)
         self._program = program
+        self._between = between
+        self._planned: dict[BatchDescriptor, PlannedStep] = {}
+        self._attempts: Counter[BatchDescriptor] = Counter()
         self._starting: ForwardContext | None = None
 
     def run(self, static_args: Sequence[Any]) -> tuple[Any, ...]:
@@ -103,6 +131,37 @@ class _Steps:
         self._starting = None
         return True
 
+    def planned(self, args: list[Any]) -> PlannedStep | None:
+        """What repeats the step that begins with these inputs; None where it runs as ever."""
+        key = running_key()
+        step = self._planned.get(key)
+        if step is None and self._attempts[key] < _MAX_ATTEMPTS and self._is_ready(key):
+            self._attempts[key] += 1
+            step = self._make(key, args)
+            if step is not None:
+                self._planned[key] = step
+        if step is None or step.fits(args):
+            return step
+        del self._planned[key]
+        return None
+
+    def drop(self, key: BatchDescriptor) -> None:
+        """Plan the steps of one key anew."""
+        self._planned.pop(key, None)
+        self._attempts.pop(key, None)
+
+    def reset(self) -> None:
+        """Plan all steps anew."""
+        self._planned.clear()
+        self._attempts.clear()
+
+    def _make(self, key: BatchDescriptor, args: list[Any]) -> PlannedStep | None:
+        if self._between is None:
+            return None
+        graphs = {runner.index: runner.captured(key) for runner in self.runners}
+        captured = {index: graph for index, graph in graphs.items() if graph is not None}
+        return planned_step(self._between, captured, args)
+
     def capture(self, static_args: Sequence[Any]) -> tuple[Any, ...]:
         """Capture every partition of a warmed-up key, and run nothing.
 
@@ -120,8 +179,10 @@ class _Steps:
 
     def plan(self, key: BatchDescriptor) -> ReplayPlan | None:
         """The program itself, once every partition that can be captured is; it counts replays."""
-        is_ready = all(runner.is_ready(key) for runner in self.runners)
-        return ReplayPlan(self.run, 0) if is_ready else None
+        return ReplayPlan(self.run, 0) if self._is_ready(key) else None
+
+    def _is_ready(self, key: BatchDescriptor) -> bool:
+        return all(runner.is_ready(key) for runner in self.runners)
 
     def _is_captured(self, index: int, key: BatchDescriptor) -> bool:
         return any(runner.index == index and runner.is_captured(key) for runner in self.runners)

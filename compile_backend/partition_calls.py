@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compile_backend.torch_internals.graphs import tree_map
+from compile_backend.torch_internals.partition_between import Leaf
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +60,16 @@ class PartitionCall:
             leaves.extend([arg] if taken is None else [arg[i] for i in taken])
         return leaves
 
+    def places(self, num_leaves: int) -> list[Leaf]:
+        """What each flat argument is of those that the partition takes."""
+        if not self._taken:
+            return [Leaf(position) for position in range(num_leaves)]
+        return [
+            Leaf(position, element)
+            for position, taken in enumerate(self._taken)
+            for element in ((None,) if taken is None else taken)
+        ]
+
     def __call__(self, *leaves: Any) -> list[Any]:
         """Run it on flat arguments."""
         outputs = self._call(self._args(leaves))
@@ -85,6 +96,11 @@ class PartitionCall:
                 elements[i] = next(left)
             args.append(tuple(elements))
         return args
+
+
+def passed_on(output: Any) -> int | None:
+    """The position of the argument that an output is; None where it is a new tensor."""
+    return output.position if type(output) is _PassedOn else None
 
 
 def given(outputs: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:

@@ -16,6 +16,7 @@ from compile_backend.context import current_forward_context
 from compile_backend.errors import CaptureError
 from compile_backend.layout import memory_of
 from compile_backend.partition_calls import PartitionCall, given
+from compile_backend.partition_plan import CapturedPartition
 from compile_backend.torch_internals.graphs import tree_leaves
 
 if TYPE_CHECKING:
@@ -167,6 +168,21 @@ class PartitionRunner:
         """Whether the partition has its graph, or will never have one."""
         return key in self._uncapturable or (
             self.is_captured(key) and self._wrapper.graph_to_replay(key) is not None
+        )
+
+    def captured(self, key: BatchDescriptor) -> CapturedPartition | None:
+        """The partition's graph for a planned step; None without one."""
+        held, graph = self._keys.get(key), self._wrapper.graph_to_replay(key)
+        if held is None or held.captured_at is None or graph is None:
+            return None
+        return CapturedPartition(
+            graph.replay,
+            graph.outputs,
+            self._called.places(len(held.origins)),
+            dict(held.targets),
+            dict(held.others),
+            dict(held.captured_at),
+            self._wrapper.counts(key),
         )
 
     def drop(self, key: BatchDescriptor) -> None:

@@ -140,6 +140,10 @@ class CUDAGraphWrapper:
         is_checked = self._verify or self._check_addresses
         return None if entry is None or is_checked else entry.graph
 
+    def counts(self, key: BatchDescriptor) -> KeyStats:
+        """Where the runs of a normalised key are counted."""
+        return self._entry(key).stats
+
     def unwrap(self) -> Callable[..., Any]:
         """The callable itself."""
         return self._runnable

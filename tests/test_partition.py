@@ -5,6 +5,7 @@ Inductor parts graphs for GPUs only, so it is told that its nodes run on one.
 
 from __future__ import annotations
 
+import ast
 import logging
 import threading
 from types import SimpleNamespace
@@ -187,6 +188,7 @@ def test_a_runner_repeats_steps_past_dynamo(parts):
 # --- partitions by themselves ------------------------------------------------------------------
 
 KEY = BatchDescriptor(4, 4)
+BY_HAND = "def call(self, args):\n    return by_hand(args)"
 
 
 class ByHand:
@@ -202,13 +204,18 @@ class ByHand:
         described = [PartitionFunction(each, {}, frozenset(), True) for each in functions]
         self.programs = partitioned_programs(
             self._run,
-            SimpleNamespace(functions=described, divert=self._divert),
+            SimpleNamespace(
+                functions=described,
+                divert=self._divert,
+                between=ast.parse(BY_HAND).body[0],
+                names={},
+            ),
             torch.device("cpu"),
             self._wrap,
             lambda key: 1,
         )
 
-    def _divert(self, instead: Any, is_diverted: Any) -> None:
+    def _divert(self, instead: Any, is_diverted: Any, _planned: Any) -> None:
         self._instead, self._is_diverted = instead, is_diverted
 
     def _run(self, args: Sequence[Any]) -> tuple[Any, ...]:

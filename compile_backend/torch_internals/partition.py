@@ -71,6 +71,11 @@ class Partitions:
     Args:
         code: Inductor's object.
 
+    Attributes:
+        functions: the partitions.
+        between: the text of what calls them.
+        names: what the module of that text holds.
+
     Raises:
         PartitionError: it has none, or another form than is known.
     """
@@ -96,7 +101,8 @@ class Partitions:
         if [getattr(call, "__name__", "") for call in calls] != list(written):
             raise PartitionError("somebody else wraps the partitions of Inductor in this process")
         self._code = code
-        self._between = between[0]
+        self.between = between[0]
+        self.names: Mapping[str, Any] = getattr(getattr(runner, "call", None), "__globals__", {})
         self._within = list(written.values())
         self.functions = tuple(
             _described(call, text) for call, text in zip(calls, self._within, strict=True)
@@ -104,7 +110,7 @@ class Partitions:
 
     def calls_between(self, ops: Sequence[str]) -> int:
         """How many calls of these ops run between partitions."""
-        return sum(_is_call_of(name, ops) for name in _called_in(self._between))
+        return sum(_is_call_of(name, ops) for name in _called_in(self.between))
 
     def calls_within(self, ops: Sequence[str]) -> int:
         """How many calls of these ops are inside of partitions."""
@@ -115,12 +121,15 @@ class Partitions:
         self,
         instead: Sequence[Callable[[list[Any]], Sequence[Any]]],
         is_diverted: Callable[[], bool],
+        planned: Callable[[list[Any]], Callable[[Any, list[Any]], Sequence[Any]] | None],
     ) -> None:
         """From now on, run others in the place of partitions in some calls of the graph.
 
         Args:
             instead: one for each partition, called as the partition is.
             is_diverted: asked once at the start of each call.
+            planned: asked for what to run in the place of such a call, on an object that holds
+                the partitions themselves, and on the list of inputs; None to run the others.
         """
         from torch._inductor.output_code import maybe_realign_inputs
         from torch._inductor.utils import BoxedBool
@@ -131,7 +140,11 @@ class Partitions:
         diverted = make_runner(list(instead))
 
         def call(args: list[Any]) -> Sequence[Any]:
-            outputs: Sequence[Any] = (diverted if is_diverted() else plain).call(args)
+            if not is_diverted():
+                as_made: Sequence[Any] = plain.call(args)
+                return as_made
+            step = planned(args)
+            outputs: Sequence[Any] = diverted.call(args) if step is None else step(plain, args)
             return outputs
 
         code.compiled_fn_runner = plain
