@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from toy import FULL, MODES, NONE, PIECEWISE, WIDTH, Twin, counts, rows, toy_model
 
 from compile_backend import BatchDescriptor, ConfigError, capture, explain, plan, reset, stats
+from compile_backend.attention.ops import WITHOUT_DISPATCHER
 from compile_backend.backend import cudagraph_modes
 from compile_backend.cache import SIZE_VARIABLE
 from compile_backend.context import ForwardContext, SetBy, enter_forward_context
@@ -112,9 +113,9 @@ def test_every_mode_equals_eager(parts, kept):
         if mode.mixed_mode() is PIECEWISE:
             expected = {PIECEWISE: 6 * (len(variants) + 1)}
         assert counts(both.stats, "replays") == expected
-        assert not cudagraph_modes.facts(both.compiled).graphs[0].graph._plans or (
-            mode.mixed_mode() is PIECEWISE
-        )
+        graph = cudagraph_modes.facts(both.compiled).graphs[0].graph
+        num_planned = 2 if mode.mixed_mode() is PIECEWISE else 0
+        assert len(graph._plans) == len(graph._programs.runners[-1]._planned) == num_planned
 
 
 def across(x: torch.Tensor, state: torch.Tensor | None = None) -> Any:
@@ -183,6 +184,11 @@ def test_a_runner_repeats_steps_past_dynamo(parts):
         loop.step(loop.grow(0, 1))
     assert stats(called).partitions == 3
     assert len(loop.runner._captured.piecewise._steps) > 0
+    (built,) = cudagraph_modes.facts(called).graphs
+    steps = built.graph._programs.runners[-1]
+    assert len(steps._planned) == 2
+    called_directly = steps._between._names["torch_ops_cudagraph_modes_attention_default"]
+    assert called_directly in WITHOUT_DISPATCHER.values()
 
 
 # --- partitions by themselves ------------------------------------------------------------------
