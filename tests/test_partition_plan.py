@@ -203,6 +203,16 @@ def test_another_object_at_the_same_address_is_the_same():
     assert written.wrappers[0].counts(KEY).captures == 1
 
 
+def test_what_is_written_and_handed_on_is_the_copy():
+    reused = (("a", "b"), "a.add_(1); return (mixed(n, a, b), a)")
+    lines = [*LINES[:4], *call(1, "v, z", "z, y", "z"), "return (v, z, )"]
+    written = Written([ADD, reused], lines)
+    args = inputs()
+    for step in range(5):
+        check(written, args, step)
+    assert written.is_planned
+
+
 def test_dropped_and_reset_graphs_end_their_plan():
     written = Written([ADD, PASS], LINES)
     args = inputs()
