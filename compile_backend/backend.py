@@ -103,8 +103,6 @@ class CompiledFacts:
 class CudagraphModesBackend:
     """What `torch.compile(..., backend="cudagraph_modes")` calls for every graph."""
 
-    __name__ = "cudagraph_modes"
-
     # Dynamo shares what it compiled between `torch.compile` calls whose backends and options are
     # equal. Graphs hold the addresses of one model's weights, so no two calls are.
     __hash__ = object.__hash__
@@ -124,6 +122,12 @@ class CudagraphModesBackend:
         self._engines: dict[torch.device, GraphEngine] = {}
         self._compiled: dict[int, tuple[weakref.ref[object], _Compiled]] = {}
         self._traces: dict[int, tuple[weakref.ref[object], StoredTraces]] = {}
+
+    @property
+    def __name__(self) -> str:
+        """What `torch.compile` asks for where it is given this object instead of its name."""
+        watch_limits(self._limit_reached)
+        return "cudagraph_modes"
 
     @property
     def _tags(self) -> tuple[str, ...]:
@@ -207,17 +211,19 @@ class CudagraphModesBackend:
         owner: Any = reached.compile_call
         if backend_of(owner) is not self:
             return
-        option = f"torch._dynamo.config.{reached.option}"
+        option, more = reached.option, 8 * reached.limit
+        written = f"{option[:-1]}={more})" if option.endswith(")") else f"{option} = {more}"
         error = ConfigError(
             option,
             reached.limit,
             f"is reached: Dynamo compiled {reached.function} that often, for models of one class "
             "or for calls that differ, and runs it from now on without this backend",
-            f"raise it, as by {option} = {8 * reached.limit}",
+            f"raise it, as by {written}",
         )
         if CompilationConfig.from_options(owner.kwargs.get("options")).strict:
             raise reaching_the_user(error)
-        self._compiled_by(owner).warn_once(logger, (option, reached.function), "%s", error)
+        if not reached.is_raised:
+            self._compiled_by(owner).warn_once(logger, (option, reached.function), "%s", error)
 
     def reset(self) -> None:
         """Forget every compiled graph; called by `torch._dynamo.reset()`."""

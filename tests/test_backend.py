@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import pickle
 import threading
@@ -739,16 +740,51 @@ def test_calls_that_differ_reach_dynamos_limit(caplog):
     assert len(_limit_warnings(caplog)) == 1
 
 
-def test_dynamos_limit_is_told_where_the_first_models_have_another_backend(caplog, monkeypatch):
+@pytest.mark.parametrize("is_object", [False, True])
+def test_dynamos_limit_is_told_where_the_first_models_have_another_backend(
+    is_object, caplog, monkeypatch
+):
     monkeypatch.setattr(torch._dynamo.utils, "_recompile_user_contexts", None)
-    torch._dynamo.register_backend(cudagraph_modes, name="under another name")
+    if not is_object:
+        torch._dynamo.register_backend(cudagraph_modes, name="under another name")
+    backend = cudagraph_modes if is_object else "cudagraph_modes"
     x, models = rows(4), [toy_model() for _ in range(3)]
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2):
         for model in models[:2]:
             torch.compile(model, backend=lambda graph_module, _: graph_module.forward)(x)
         assert not _limit_warnings(caplog)
-        compiled(models[2])(x)
+        torch.compile(models[2], backend=backend, options=toy.toy_options())(x)
     assert len(_limit_warnings(caplog)) == 1
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_what_torch_raises_at_dynamos_limit_is_not_told_otherwise(is_asked, caplog):
+    x, models = rows(4), [toy_model() for _ in range(3)]
+    config = {"recompile_limit": 2, "fail_on_recompile_limit_hit": is_asked}
+    with torch.no_grad(), torch._dynamo.config.patch(config):
+        for model in models[:2]:
+            compiled(model, fullgraph=not is_asked)(x)
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            compiled(models[2], fullgraph=not is_asked)(x)
+    assert not _limit_warnings(caplog)
+
+
+def test_a_limit_of_one_call_is_told_as_that(caplog):
+    if "recompile_limit" not in inspect.signature(torch.compile).parameters:
+        pytest.skip("torch.compile takes no limit before 2.13")
+    run = torch.compile(
+        lambda x: x * 2,
+        backend="cudagraph_modes",
+        options=toy.toy_options(),
+        dynamic=False,
+        recompile_limit=2,
+    )
+    with torch.no_grad():
+        for num_tokens in (2, 3, 4):
+            run(rows(num_tokens))
+    (message,) = _limit_warnings(caplog)
+    assert "torch.compile(recompile_limit)=2 is reached" in message
+    assert "raise it, as by torch.compile(recompile_limit=16)" in message
 
 
 def test_limits_of_others_are_theirs(caplog):

@@ -22,15 +22,17 @@ class LimitReached:
 
     Attributes:
         compile_call: the `torch.compile` call, or whatever else stands behind the function.
-        option: of `torch._dynamo.config`.
+        option: that sets the limit, as one writes it.
         limit: its value.
         function: what would be compiled, with its place.
+        is_raised: whether Dynamo itself raises an error for it.
     """
 
     compile_call: object
     option: str
     limit: int
     function: str
+    is_raised: bool
 
 
 def watch_limits(told: Callable[[LimitReached], None]) -> None:
@@ -78,7 +80,7 @@ def _limit_reached() -> LimitReached | None:
     scope: dict[str, Any] = {} if frame is None else frame.f_locals
     if not {"cache_size", "compile_id", "compiler_fn", "code"} <= scope.keys():
         return None
-    is_reached, option = cache_size.exceeds_recompile_limit(
+    is_reached, name = cache_size.exceeds_recompile_limit(
         scope["cache_size"], scope["compile_id"]
     )
     if not is_reached:
@@ -87,4 +89,21 @@ def _limit_reached() -> LimitReached | None:
     while (inner := getattr(compile_call, "_torchdynamo_orig_backend", None)) is not None:
         compile_call = inner
     function = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
-    return LimitReached(compile_call, option, getattr(config, option), function)
+    is_raised = bool(scope.get("one_graph") or config.fail_on_recompile_limit_hit)
+    option = f"torch._dynamo.config.{name}"
+    if name == "recompile_limit" and _is_of_the_call(frame):
+        option = "torch.compile(recompile_limit)"
+    return LimitReached(compile_call, option, getattr(config, name), function, is_raised)
+
+
+def _is_of_the_call(frame: FrameType | None) -> bool:
+    """Whether a compilation has a limit of its own, which `torch.compile` takes since 2.13."""
+    while frame is not None:
+        own = getattr(frame.f_locals.get("self"), "_recompile_limit", _NOTHING)
+        if own is not _NOTHING:
+            return own is not None
+        frame = frame.f_back
+    return False
+
+
+_NOTHING = object()
