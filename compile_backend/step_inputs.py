@@ -245,24 +245,23 @@ class StepInputs:
         own = host[inside]
         if host.shape[spec.axis] > size:
             host[place.rows(size, None)] = spec.pad
+        if place.array is None and not isinstance(value, torch.Tensor | np.ndarray):
+            value = _as_tensor(spec, value)
         if isinstance(value, torch.Tensor):
             _check_shape(spec, value.shape, own.shape)
             _check_kind(spec, value.dtype, is_fraction=value.is_floating_point())
-            if limit is not None and value.device.type == "cpu" and value.numel():
-                _check_indices(spec, int(value.min()), int(value.max()), limit)
+            _check_tensor(spec, value, limit)
             with torch.no_grad():
                 place.host[inside].copy_(value, non_blocking=True)
             if self._copied is not None and value.is_cuda:
                 self._copied.record()
             return
-        value = np.asarray(value) if place.array is not None else torch.as_tensor(value)
+        value = np.asarray(value)
         _check_shape(spec, value.shape, own.shape)
-        if isinstance(value, np.ndarray) and value.size:  # an empty list counts as fractions
-            _check_kind(spec, value.dtype, is_fraction=value.dtype.kind in "fc")
-            _check_numbers(spec, value)
-            if limit is not None:
-                _check_indices(spec, int(value.min()), int(value.max()), limit)
-        own[...] = value
+        if value.size:  # an empty list counts as fractions
+            _check_kind(spec, value.dtype, is_fraction=value.dtype.kind == "f")
+            _check_numbers(spec, value, limit)
+            own[...] = value if place.array is not None else _as_tensor(spec, value)
 
     def send(self, layout: Layout) -> None:
         """Copy the block to the device; in a capture, that becomes a part of the graph."""
@@ -366,15 +365,38 @@ def _check_kind(spec: InputSpec, given: object, *, is_fraction: bool) -> None:
         )
 
 
-def _check_numbers(spec: InputSpec, value: np.ndarray[Any, Any]) -> None:
+def _check_numbers(spec: InputSpec, value: np.ndarray[Any, Any], limit: int | None) -> None:
     """Refuse what is no number, and what would come out as another one."""
-    if value.dtype.kind not in "biufc":
+    if value.dtype.kind not in "biuf":
         raise ValueError(f"input {spec.name!r} has values of {value.dtype}; give numbers")
     if value.dtype.kind in "iu" and not _fits(spec.dtype, int(value.min()), int(value.max())):
         raise ValueError(
             f"input {spec.name!r} holds {value.min()} to {value.max()}, which {spec.dtype} does "
             "not; change the numbers, or the spec"
         )
+    if limit is not None:
+        _check_indices(spec, int(value.min()), int(value.max()), limit)
+
+
+def _check_tensor(spec: InputSpec, value: torch.Tensor, limit: int | None) -> None:
+    """The same for a tensor, whose numbers are looked at where that waits for no device."""
+    if value.is_complex():
+        raise ValueError(f"input {spec.name!r} has values of {value.dtype}; give numbers")
+    is_looked_at = limit is not None or (
+        value.dtype is not spec.dtype and _is_integer(value.dtype)
+    )
+    if is_looked_at and value.device.type == "cpu" and value.numel():
+        _check_numbers(spec, value.numpy(), limit)
+
+
+def _as_tensor(spec: InputSpec, value: Any) -> torch.Tensor:
+    """Numbers as a tensor, for element types that arrays lack."""
+    if isinstance(value, np.ndarray):  # torch takes neither other orders of bytes nor of rows
+        value = np.ascontiguousarray(value, value.dtype.newbyteorder("="))
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"input {spec.name!r} is no tensor: {error}; give numbers") from None
 
 
 def _check_indices(spec: InputSpec, lowest: int, highest: int, limit: int) -> None:

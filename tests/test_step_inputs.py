@@ -406,6 +406,10 @@ def test_fractions_are_no_integers(value: Any) -> None:
         (np.array([2**63], np.uint64), "which torch.int32 does not"),
         (["7"], "has values of <U1; give numbers"),
         (np.array(["2020-01-01"], "datetime64[D]"), "give numbers"),
+        (np.array([1j]), "has values of complex128; give numbers"),
+        (torch.tensor([2**31]), "holds 2147483648 to 2147483648, which torch.int32 does not"),
+        (torch.tensor([2**63], dtype=torch.uint64), "which torch.int32 does not"),
+        (torch.tensor([1j]), "has values of torch.complex64; give numbers"),
     ],
 )
 def test_no_number_comes_out_as_another(value: Any, message: str) -> None:
@@ -414,6 +418,38 @@ def test_no_number_comes_out_as_another(value: Any, message: str) -> None:
     batch = Batch(query_lens=[1], inputs={"x": value})
     with pytest.raises(ValueError, match=message):
         held.load(inputs.layout(1, 1), batch, np.array([1], np.int32), 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize(
+    "value",
+    [np.array([1j]), ["7"], [None], np.array(["2020-01-01"], "datetime64[D]"), torch.tensor([1j])],
+    ids=str,
+)
+def test_what_is_no_number_is_refused_by_its_name(value: Any, dtype: torch.dtype) -> None:
+    held = step_inputs(InputSpec("x", (TOKENS,), dtype))
+    with pytest.raises(ValueError, match=r"input 'x' .*give numbers"):
+        held.put(held.layout(1, 1).places["x"], value, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+def test_arrays_may_have_any_order_of_bytes_and_rows(dtype: torch.dtype) -> None:
+    held = step_inputs(InputSpec("x", (TOKENS,), dtype))
+    for value in (np.array([2, 1])[::-1], np.array([1, 2], ">i4"), np.array([1, 0, 2])[::2]):
+        layout = held.layout(2, 1)
+        held.put(layout.places["x"], value, 2)
+        assert layout.tensors["x"].tolist() == [1, 2]
+
+
+def test_indices_may_be_tensors_of_any_integers() -> None:
+    spec = InputSpec("x", (TOKENS,), torch.int32, indexes=TOKENS)
+    held = step_inputs(spec)
+    for dtype in (torch.uint16, torch.uint32, torch.uint64, torch.int8):
+        place = held.layout(2, 1).places["x"]
+        held.put(place, torch.tensor([1, 0], dtype=dtype), 2, 2)
+        assert place.host.tolist() == [1, 0]
+        with pytest.raises(ValueError, match=r"holds 0 to 2, which are to be indices below"):
+            held.put(place, torch.tensor([2, 0], dtype=dtype), 2, 2)
 
 
 def test_the_ends_of_a_range_are_held() -> None:

@@ -80,9 +80,7 @@ def _limit_reached() -> LimitReached | None:
     scope: dict[str, Any] = {} if frame is None else frame.f_locals
     if not {"cache_size", "compile_id", "compiler_fn", "code"} <= scope.keys():
         return None
-    is_reached, name = cache_size.exceeds_recompile_limit(
-        scope["cache_size"], scope["compile_id"]
-    )
+    is_reached, name = cache_size.exceeds_recompile_limit(scope["cache_size"], scope["compile_id"])
     if not is_reached:
         return None
     compile_call, code = scope["compiler_fn"], scope["code"]
