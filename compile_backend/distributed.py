@@ -7,6 +7,7 @@ again under what all can do. Who runs the step, and on what, is not known here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -171,6 +172,49 @@ class RankAgreement:
     def everywhere(self, facts: Sequence[bool]) -> list[bool]:
         """For each fact, whether it holds on every rank."""
         return [bool(fact) for fact in self._least([int(fact) for fact in facts])]
+
+
+def agreed_hindrance(
+    name: str, own: str | None, store: Any, rank: int, num_ranks: int
+) -> str | None:
+    """Why the ranks of a group do without something, for all that ask; None if they have it.
+
+    It may be asked where other ranks do not ask, and needs no exchange: for those that do not
+    tell what they found it waits as long as the store does, and then nobody has it, whoever asks
+    later included. What is decided once holds for as long as the store does.
+
+    Args:
+        name: of what is asked for.
+        own: what speaks against it on this rank; None if nothing does.
+        store: of the group.
+        rank: this one, in the group.
+        num_ranks: in the group.
+
+    Raises:
+        ConfigError: it was decided that all have it, and something speaks against it here by now.
+    """
+    decided = f"{name} decided"
+    if not store.check([decided]):
+        told = [f"{name} on {number}" for number in range(num_ranks)]
+        store.set(told[rank], _NOTHING if own is None else f"{own} (rank {rank})")
+        with contextlib.suppress(RuntimeError):  # which of its kinds is up to the store
+            store.wait(told)
+        missing = [str(number) for number, key in enumerate(told) if not store.check([key])]
+        verdict = f"rank {', '.join(missing)} did not tell in time whether it can"
+        if not missing:
+            found = [store.get(key).decode() for key in told]
+            verdict = next((reason for reason in found if reason != _NOTHING), _NOTHING)
+        store.compare_set(decided, "", verdict)  # the first one holds
+    verdict = store.get(decided).decode()
+    if verdict != _NOTHING:
+        return str(verdict)
+    if own is not None:
+        problem = f"cannot be had here any more, and other ranks have it: {own}"
+        raise ConfigError(name, True, problem, "switch it off on every rank, or start all anew")
+    return None
+
+
+_NOTHING = "nothing"
 
 
 def _grown(

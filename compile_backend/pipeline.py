@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compile_backend.attention.ops import attention, attention_fp8
+from compile_backend.distributed import agreed_hindrance
 from compile_backend.errors import number_of
 from compile_backend.own_passes import OPTION, OwnPass, own_passes
 from compile_backend.returned_values import difference, returned_values
-from compile_backend.torch_internals.symmetric_memory import why_not_shared
+from compile_backend.torch_internals.symmetric_memory import store_of, why_not_shared
 from passes.additive_mask import AdditiveMaskPass
 from passes.async_tp import AsyncTPPass
 from passes.attn_fp8 import AttnQuantFusionPass
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from typing import Any
 
+    import torch
     import torch.fx
 
     from compile_backend.config import PassConfig
@@ -83,10 +85,18 @@ def passes_of_flags() -> dict[str, tuple[GraphPass, ...]]:
     return {
         "enable_noop": (NoopPass(),),
         "enable_sequence_parallelism": (SequenceParallelismPass(),),
-        "enable_async_tp": (AsyncTPPass(why_not_shared),),
+        "enable_async_tp": (AsyncTPPass(_why_not_overlapped),),
         "enable_fusion": (RMSNormFp8Pass(), SiluMulFp8Pass()),
         "enable_attn_fusion": (AttnQuantFusionPass(attention, attention_fp8),),
     }
+
+
+def _why_not_overlapped(device: torch.device, group: str) -> str | None:
+    """Why no rank of a group overlaps products and exchanges; None if all do."""
+    own = why_not_shared(device, group)
+    if device.type != "cuda":  # the device of all, since they exchange tensors on it
+        return own
+    return agreed_hindrance("enable_async_tp", own, *store_of(group))
 
 
 def prepare_for_split(graph_module: torch.fx.GraphModule) -> None:

@@ -159,6 +159,7 @@ def runner_parts(
             "uniform_decode_query_len": query_len,
             "max_loras": max_loras,
             "cudagraph_specialize_lora": config.cudagraph_specialize_lora,
+            "pass_config": config.pass_config,  # decides what ranks exchange, and when
             # Last: they follow from others, and the first that differs is told.
             "cudagraph_capture_sizes": (sizes.mixed, sizes.uniform),
         },

@@ -5,13 +5,17 @@ What real processes do is in `test_two_ranks`.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_toy import VOCABULARY, make_loop
@@ -19,7 +23,7 @@ from paged_toy import VOCABULARY, make_loop
 from compile_backend.batch import BatchDescriptor
 from compile_backend.config import CompilationConfig, CUDAGraphMode
 from compile_backend.dispatch import CudagraphDispatcher
-from compile_backend.distributed import RankAgreement
+from compile_backend.distributed import RankAgreement, agreed_hindrance
 from compile_backend.errors import ConfigError
 from compile_backend.runner import GraphModelRunner
 from compile_backend.runner_batch import Batch
@@ -163,6 +167,61 @@ def test_facts_hold_where_they_hold_on_all_ranks() -> None:
     assert held == [[True, False, False]] * 2
 
 
+# --- what is decided where no step runs -------------------------------------------------------
+
+
+def hindrances(
+    asking: Sequence[str | None],
+    *,
+    absent: int = 0,
+    delays: Sequence[float] = (),
+    wait_s: float = 60,
+) -> tuple[dist.Store, list[str | None]]:
+    """What ranks are told that ask at once or late, with others beside them that never do."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=wait_s))
+
+    def ask(rank: int, own: str | None, delay_s: float) -> str | None:
+        time.sleep(delay_s)
+        return agreed_hindrance("speed", own, store, rank, len(asking) + absent)
+
+    with ThreadPoolExecutor(len(asking)) as pool:
+        numbers, padded = range(len(asking)), itertools.chain(delays, itertools.repeat(0.0))
+        return store, list(pool.map(ask, numbers, asking, padded))
+
+
+@pytest.mark.parametrize("facts", list(itertools.product([None, "too far"], repeat=3)), ids=str)
+def test_nobody_has_what_one_rank_cannot(facts: tuple[str | None, ...]) -> None:
+    _, told = hindrances(facts)
+    first = next((rank for rank, fact in enumerate(facts) if fact is not None), None)
+    assert told == [None if first is None else f"too far (rank {first})"] * 3
+
+
+def test_a_rank_that_never_asks_is_waited_for_in_vain() -> None:
+    store, told = hindrances([None, None], absent=1, wait_s=0.2)
+    expected = "rank 2 did not tell in time whether it can"
+    assert told == [expected] * 2
+    assert agreed_hindrance("speed", None, store, 2, 3) == expected  # too late for everyone
+
+
+@settings(max_examples=20, deadline=None)
+@given(delays=st.lists(st.sampled_from([0.0, 0.015, 0.02, 0.025]), min_size=3, max_size=3))
+def test_ranks_are_told_the_same_however_late_they_are(delays: list[float]) -> None:
+    _, told = hindrances([None] * 3, delays=delays, wait_s=0.02)
+    assert len(set(told)) == 1
+
+
+def test_what_all_have_cannot_be_taken_back_by_one() -> None:
+    store, told = hindrances([None, None])
+    assert told == [None, None]
+    assert agreed_hindrance("speed", None, store, 1, 2) is None
+    with pytest.raises(ConfigError, match=r"speed=True cannot be had here any more.*: moved"):
+        agreed_hindrance("speed", "moved", store, 0, 2)
+
+
+# --- a runner among ranks ---------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("ranks", ["gloo", 2, RankAgreement])
 def test_a_runner_refuses_what_is_no_agreement(ranks: Any) -> None:
     with pytest.raises(ConfigError, match=r"is no RankAgreement; use RankAgreement\.over"):
@@ -290,6 +349,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "cudagraph_mode": ("FULL", "FULL_DECODE_ONLY"),
     "cudagraph_capture_sizes": ((2, 4), (2, 8)),
     "cudagraph_specialize_lora": (True, False),
+    "pass_config": ({}, {"enable_sequence_parallelism": True}),
 }
 LIMITS = {
     "max_num_seqs": (8, 4),

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from rank_graphs import (
+    RANK,
     WIDTH,
     assumes_nothing,
     exchanged,
@@ -26,6 +27,7 @@ import compile_backend.pipeline
 from compile_backend.explain import explain
 from compile_backend.torch_internals.symmetric_memory import (
     has_ops,
+    store_of,
     why_not_shared,
     workspaces,
 )
@@ -224,6 +226,20 @@ def test_reasons(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: is_near)
     reason = why_not_shared(torch.device("cuda", 0), dist.group.WORLD.group_name)
     assert reason is None if expected is None else expected in reason
+
+
+@pytest.mark.parametrize("other", ["nothing", "too far (rank 0)"])
+def test_on_gpus_a_rank_overlaps_only_if_all_do(other, monkeypatch):
+    store = dist.HashStore()
+    store.set("enable_async_tp on 0", other)
+    named = dist.group.WORLD.group_name
+    assert store_of(named)[1:] == (RANK, 2)
+    monkeypatch.setattr(compile_backend.pipeline, "why_not_shared", lambda *_: None)
+    monkeypatch.setattr(compile_backend.pipeline, "store_of", lambda _: (store, RANK, 2))
+    (graph_pass,) = compile_backend.pipeline.passes_of_flags()["enable_async_tp"]
+    found = graph_pass._why_not(torch.device("cuda", 0), named)
+    assert found == (None if other == "nothing" else other)
+    assert graph_pass._why_not(torch.device("cpu"), named) is None  # asks nobody
 
 
 def test_torch_has_the_ops_and_names_its_workspaces(monkeypatch):

@@ -19,8 +19,8 @@ def why_not_shared(device: torch.device, group: str) -> str | None:
 
     That is what can be told before they run: other GPUs of a host may still be out of reach.
 
-    It asks no other rank, since one that does not ask too would be waited for. All ranks that one
-    launcher started on equal machines get the same answer.
+    It asks no other rank. All ranks that one launcher started on equal machines get the same
+    answer, but for those that see other GPUs: what holds for all is `agreed_hindrance`'s to tell.
 
     Args:
         device: of the tensors.
@@ -43,6 +43,17 @@ def why_not_shared(device: torch.device, group: str) -> str | None:
     ):
         return "the GPUs of this host cannot read each other's memory"
     return None
+
+
+def store_of(group: str) -> tuple[Any, int, int]:
+    """What the ranks of a group tell each other without an exchange, this rank, and how many.
+
+    Args:
+        group: the name of a process group.
+    """
+    by_name: Any = dist.distributed_c10d
+    found = by_name._resolve_process_group(group)
+    return found.get_group_store(), found.rank(), found.size()
 
 
 def has_ops() -> bool:
