@@ -134,7 +134,7 @@ def _fuse_gathered(
         and _is_product(user, memory)
         and _is_there(user.args[1], whole, memory)
     ]
-    if not products:
+    if not products or memory.may_be_written(gathered.source):
         return 0
     known = {*views, *products}
     is_read = any(user not in known for view in views for user in view.users)

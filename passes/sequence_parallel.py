@@ -127,9 +127,12 @@ def _rewrite(graph: torch.fx.Graph, chain: Sequence[Site]) -> set[int | None]:
     kept = in_shares(chain)
     share: torch.fx.Node | None = None
     for site in chain:
-        with graph.inserting_before(site.stream):
+        # What a product reads may be written behind it, and autocast may end there.
+        with graph.inserting_before(_begin(site)):
             rows = _Rows.of(graph, site.reduced.source, site.reduced.ranks.size)
-            share = _stream_share(graph, site, rows, share)
+            filled_up = _filled_up(graph, site.reduced.source, rows)
+        with graph.inserting_before(site.stream):
+            share = _stream_share(graph, site, rows, filled_up, share)
             if site not in kept:
                 whole = _gathered(graph, site, rows, share)
                 stale.add(memory_of(site.stream))
@@ -150,8 +153,24 @@ def _rewrite(graph: torch.fx.Graph, chain: Sequence[Site]) -> set[int | None]:
     return stale
 
 
+def _begin(site: Site) -> torch.fx.Node:
+    """Where the term of this rank is made, or its sum is begun if it stays as it is."""
+    term, summed = site.reduced.source, site.reduced.result.args[0]
+    assert isinstance(summed, torch.fx.Node)
+    return term if _is_product(term) else summed
+
+
+def _is_product(term: torch.fx.Node) -> bool:
+    """Whether a term is a product that nobody else reads, which may be made of more rows."""
+    return called(term) == "linear" and len(term.users) == 1 and not term.kwargs
+
+
 def _stream_share(
-    graph: torch.fx.Graph, site: Site, rows: _Rows, residual_share: torch.fx.Node | None
+    graph: torch.fx.Graph,
+    site: Site,
+    rows: _Rows,
+    filled_up: torch.fx.Node,
+    residual_share: torch.fx.Node | None,
 ) -> torch.fx.Node:
     """This rank's rows of the stream behind a site, with as many dimensions as all of it.
 
@@ -159,12 +178,13 @@ def _stream_share(
         graph: with its insertion point.
         site: makes the stream.
         rows: of the stream.
+        filled_up: this rank's term.
         residual_share: of the stream before; None where all ranks have all of it, if anything.
     """
     value, ranks = site.stream.meta["example_value"], site.reduced.ranks
     last = int(value.shape[-1])
     ones = (1,) * (value.dim() - 2)
-    part = share_of_sum(graph, _filled_up(graph, site.reduced.source, rows, last), ranks)
+    part = share_of_sum(graph, filled_up, ranks)
     part = call_method(graph, "reshape", (part, (*ones, -1, last)))
     if site.residual is None:
         return part
@@ -179,17 +199,15 @@ def _stream_share(
     return call_function(graph, torch.add, terms)
 
 
-def _filled_up(
-    graph: torch.fx.Graph, term: torch.fx.Node, rows: _Rows, last: int
-) -> torch.fx.Node:
+def _filled_up(graph: torch.fx.Graph, term: torch.fx.Node, rows: _Rows) -> torch.fx.Node:
     """The rows of this rank's term, their number a multiple of the ranks.
 
     Where a product makes them, its input is filled up, which is no larger where it is cut between
     ranks, and often made by a kernel that writes the rows anyway.
     """
     end = _computed(graph, operator.mul, rows.share, rows.num_ranks)
-    is_product = called(term) == "linear" and len(term.users) == 1 and not term.kwargs
-    if not is_product:
+    last = int(term.meta["example_value"].shape[-1])
+    if not _is_product(term):
         flat = call_method(graph, "reshape", (term, (-1, last)))
         return flat if rows.are_even else _picked(graph, flat, rows, 0, end)
     source, *others = term.args

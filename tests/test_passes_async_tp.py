@@ -145,7 +145,15 @@ def _written_weight(n, w):
     return F.linear(n, w)
 
 
+def _written_share(x, w, weight):
+    share = x.sin().view(-1, WIDTH)
+    started = torch.ops._c10d_functional.all_gather_into_tensor(share, 2, "0")
+    share.zero_()
+    return F.linear(torch.ops._c10d_functional.wait_tensor(started), w), share
+
+
 NEAR_MISSES = {
+    "a share is written": _written_share,
     "a bias in front of the sum": lambda *args: scattered(
         *args, product=lambda x, w: F.linear(x, w, w[0])
     ),

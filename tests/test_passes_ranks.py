@@ -280,6 +280,37 @@ def test_what_a_product_reads_is_filled_up_not_what_it_gives(dynamic):
     assert {node.args[0].target for node in products} == {"index_select"}
 
 
+@pytest.mark.parametrize("is_weight", [False, True])
+def test_what_a_product_reads_may_be_written_behind_it(is_weight):
+    """Buffers are used again: the product stays where it was, and is filled up there."""
+
+    def model(x, w, weight):
+        buffers = [x.sin(), w.clone()]
+        made = F.linear(*buffers)
+        buffers[is_weight].zero_()
+        return rms(x + summed(made), weight), *buffers
+
+    changed, graph = in_shares(model, *inputs_of())
+    assert changed == 1
+    (product,) = [node for node in graph.nodes if node.target is F.linear]
+    (write,) = graph.find_nodes(op="call_method", target="zero_")
+    assert product < write
+    assert product.args[0].target == "index_select"
+
+
+def test_a_product_stays_under_its_autocast():
+    def model(x, w, weight):
+        with torch.autocast("cpu", torch.bfloat16):
+            made = F.linear(x, w)
+        return rms(x.to(torch.bfloat16) + functional_sum(made), weight.to(torch.bfloat16))
+
+    graph = dynamo_graph(model, *inputs_of()).graph
+    assert SequenceParallelismPass()(graph) == 1
+    (product,) = [node for node in graph.nodes if node.target is F.linear]
+    (leaves,) = [node for node in graph.nodes if "exit_autocast" in node.name]
+    assert product < leaves
+
+
 def test_numbers_of_rows_that_need_no_filling_are_not_filled_up():
     _, graph = in_shares(layers, *inputs_of(shape=(1, 6)), dynamic=False)
     # The residual's own rows are picked all the same.
