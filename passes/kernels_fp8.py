@@ -65,7 +65,7 @@ def norm_rows(
         least: the smallest scale of a row.
         multiplies: by the scale, or by the reciprocal of a dynamic one.
     """
-    given, kept = (x, residual, weight, summed), (made, largest, scale)
+    given, kept = (x, residual, weight, summed), (made, _bits_of(largest), scale)
     _launch(given, True, eps, kept, scales, quantised, least, multiplies=multiplies)
 
 
@@ -82,8 +82,13 @@ def silu_mul_rows(
     multiplies: bool,
 ) -> None:
     """`silu(gate) * up` of rows, quantised likewise; arguments as for `norm_rows`."""
-    given, kept = (gate, up, None, None), (made, largest, scale)
+    given, kept = (gate, up, None, None), (made, _bits_of(largest), scale)
     _launch(given, False, 0.0, kept, scales, quantised, least, multiplies=multiplies)
+
+
+def _bits_of(largest: torch.Tensor | None) -> torch.Tensor | None:
+    """Magnitudes are in the order of their bits, and those of no number come last."""
+    return None if largest is None else largest.view(torch.int32)
 
 
 def _launch(
@@ -186,6 +191,12 @@ def _scaled(
 
 
 @triton.jit
+def _largest(values, KEEP_DIMS: tl.constexpr):
+    """The bits of the largest magnitude; what is no number is larger than any, as in torch."""
+    return tl.max(tl.abs(values).to(tl.int32, bitcast=True), keep_dims=KEEP_DIMS)
+
+
+@triton.jit
 def _scale_of(largest, least, FP8_MAX: tl.constexpr):
     scale = tl.math.div_rn(largest, tl.zeros_like(largest) + FP8_MAX)
     return tl.where(scale < least, least, scale)
@@ -247,13 +258,14 @@ def _rows_kernel(
         values = (activated * second).to(kind).to(tl.float32)
     if KEEPS:
         tl.store(made + here, values.to(kind), mask=is_there)
-        tl.atomic_max(largest, tl.max(tl.abs(values)))
+        tl.atomic_max(largest, _largest(values, False))
     elif PER_TOKEN:
-        by_row = _scale_of(tl.max(tl.abs(values), keep_dims=True), least, FP8_MAX)
+        by_row = _largest(values, True).to(tl.float32, bitcast=True)
+        by_row = _scale_of(by_row, least, FP8_MAX)
         tl.store(scale + row + tl.arange(0, 1), by_row)
         if MULTIPLIES:
             by_row = tl.math.div_rn(tl.full((1,), 1.0, tl.float32), by_row)
-        result = _scaled(values, tl.max(by_row, 0), kind, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
+        result = _scaled(values, tl.sum(by_row, 0), kind, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
         tl.store(quantised_0 + here, result.to(quantised_0.dtype.element_ty), mask=is_there)
     else:
         result = _scaled(values, by_0, kind, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
@@ -289,6 +301,6 @@ def _quantise_kernel(
     if MULTIPLIES:
         factor = tl.math.div_rn(tl.full((1,), 1.0, tl.float32), factor)
     values = loaded.to(tl.float32)
-    factor = tl.max(factor, 0)
+    factor = tl.sum(factor, 0)  # of one
     result = _scaled(values, factor, loaded.dtype, MULTIPLIES, FP8_MAX, IS_INTERPRETED)
     tl.store(quantised + here, result.to(quantised.dtype.element_ty), mask=here < count)

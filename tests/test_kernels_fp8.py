@@ -144,6 +144,26 @@ def test_a_single_row_has_one_scale(
     check(actual, ops_fp8.silu_mul_dynamic_fp8(*gated), dtype, 8)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of what is no number
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("multiplies", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf")])
+def test_what_is_no_number_reaches_its_scale(
+    device: torch.device, dtype: torch.dtype, multiplies: bool, per_token: bool, bad: float
+) -> None:
+    """That of its row, or of all: nobody quantises by what is left."""
+    x, y, weight = (tensor.to(device) for tensor in given(dtype, 3, 96))
+    x[1, 5], y[1, 5] = bad, 1
+    gated = (x, y, 1e-12, per_token, multiplies)
+    normed = (x, None, weight, 1e-6, 1e-12, per_token, multiplies)
+    for name, args in (("silu_mul_dynamic_fp8", gated), ("rms_norm_dynamic_fp8", normed)):
+        quantised, scale = getattr(ops_fp8_cuda, name)(*args, **kept_as(device))
+        expected = getattr(ops_fp8, name)(*args)
+        torch.testing.assert_close(scale, expected[1], rtol=1e-2, atol=0, equal_nan=True)
+        assert torch.equal(quantised.float().isnan(), expected[0].float().isnan())
+
+
 @triton.jit
 def _divide(values, divisor, quotients, SIZE: tl.constexpr):
     here = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
