@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -214,6 +215,22 @@ def check(
                 earlier.append((actual, copy.deepcopy(actual)))
 
 
+def made_anew(share: float) -> Callable[[torch.fx.Graph], None]:
+    """A pass of a user's that writes some calls once more and tells no value of them."""
+
+    def rewritten(graph: torch.fx.Graph) -> None:
+        chosen = random.Random(0)
+        for node in list(graph.nodes):
+            if node.op in ("call_function", "call_method") and chosen.random() < share:
+                with graph.inserting_before(node):
+                    copied = graph.node_copy(node, lambda source: source)
+                copied.meta = {}
+                node.replace_all_uses_with(copied)
+                graph.erase_node(node)
+
+    return rewritten
+
+
 # Every example compiles. For a search, ask for more of them: RANDOM_GRAPHS=500 pytest ...
 _asked = os.environ.get("RANDOM_GRAPHS")
 PROFILE = settings(
@@ -263,3 +280,15 @@ def test_random_programs_whose_values_share_memory_equal_eager(program, mode):
 )
 def test_random_programs_with_expanded_values_equal_eager(program, mode):
     check(program, mode, [8, 8, 8], None)
+
+
+@PROFILE
+@given(
+    program=programs((*STEPS, "view", "attn_alias"), (*OUTPUTS, "rows", "columns")),
+    mode=MODES_OF_INTEREST,
+    dynamic=st.sampled_from((None, True)),
+    share=st.sampled_from((0.3, 1.0)),
+)
+def test_passes_that_keep_what_graphs_do_are_never_refused(program, mode, dynamic, share):
+    passes = {"made_anew": made_anew(share)}
+    check(program, mode, [8, 8, 8], dynamic, inductor_passes=passes)
