@@ -13,6 +13,7 @@ import torch.fx
 from compile_backend.cache import NotStorableError
 from compile_backend.torch_internals.graphs import names_of_wrapped
 from compile_backend.torch_internals.partition import without_graphs_of_its_own
+from compile_backend.torch_internals.size_one import size_1_like_others
 from compile_backend.torch_internals.stored_code import Sizes, digest, packed, revive
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ def _compile_fx(
     with (
         tracing(TracingContext(fake_mode)),
         torch._functorch.config.patch({"enable_autograd_cache": False}),
+        size_1_like_others(config_patches),
     ):
         wrapped = compile_fx(
             graph_module,
