@@ -218,7 +218,8 @@ class CudagraphModesBackend:
             reached.limit,
             f"is reached: Dynamo compiled {reached.function} that often, for models of one class "
             "or for calls that differ, and runs it from now on without this backend",
-            f"raise it, as by {written}",
+            f"raise it before the first call, as by {written}; what is refused by now needs "
+            "torch.compiler.reset() besides",
         )
         if CompilationConfig.from_options(owner.kwargs.get("options")).strict:
             raise reaching_the_user(error)

@@ -64,8 +64,8 @@ class ReferenceGraph:
                 if stored.shape != result.shape or stored.dtype != result.dtype:
                     raise CaptureError(
                         f"a replay computed {result.dtype} of {tuple(result.shape)}, but "
-                        f"{stored.dtype} of {tuple(stored.shape)} was captured; weights of "
-                        "another shape or dtype need new graphs: call recapture(), or "
+                        f"{stored.dtype} of {tuple(stored.shape)} was captured: leave autocast, "
+                        "or where weights have another shape or dtype, call recapture() or "
                         "reset(compiled)"
                     )
                 same = stored.data_ptr() == result.data_ptr() and stored.shape == result.shape

@@ -712,7 +712,7 @@ def test_a_model_beyond_dynamos_limit_is_told_once(limit, caplog):
     (message,) = _limit_warnings(caplog)
     assert f"torch._dynamo.config.{limit}=2 is reached" in message
     assert "Dynamo compiled ToyModel.forward" in message
-    assert f"raise it, as by torch._dynamo.config.{limit} = 16" in message
+    assert f"raise it before the first call, as by torch._dynamo.config.{limit} = 16" in message
     assert [stats(run).graphs for run in compiled_models] == [1, 1, 0, 0]
 
 
@@ -784,7 +784,7 @@ def test_a_limit_of_one_call_is_told_as_that(caplog):
             run(rows(num_tokens))
     (message,) = _limit_warnings(caplog)
     assert "torch.compile(recompile_limit)=2 is reached" in message
-    assert "raise it, as by torch.compile(recompile_limit=16)" in message
+    assert "raise it before the first call, as by torch.compile(recompile_limit=16)" in message
 
 
 def test_limits_of_others_are_theirs(caplog):

@@ -366,10 +366,15 @@ def test_start_up_is_measured_twice() -> None:
 
 def test_start_up_that_fails_is_told() -> None:
     failures: dict[str, str] = {}
-    asked = request(modes=("FULL",), paths=("paged",), variants=(OURS,), attention=("no such",))
+    asked = request(modes=("FULL",), paths=("paged",), variants=(OURS,), attention=("flashmla",))
     assert start_up_results(asked, Silent(), failures) == {}
     (error,) = failures.values()
-    assert "no such" in error
+    assert "flashmla" in error
+
+
+def test_attention_that_nobody_knows_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match="--attention='no such' is unknown; use some of auto, "):
+        request(attention=("no such",))
 
 
 # --- plots ---

@@ -410,6 +410,18 @@ def test_a_model_that_cannot_be_paged_is_refused_and_left_as_it_was(
     assert torch.equal(model(input_ids=ids).logits, before)
 
 
+@pytest.mark.parametrize("model", [3, torch.nn.Linear(3, 3)], ids=["number", "layer"])
+def test_what_is_no_language_model_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match="is no causal language model; use what AutoModel"):
+        paged_model(model, num_blocks=2)
+
+
+def test_a_model_in_training_mode_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    paged_model(ARCHITECTURES["llama"].make().train(), num_blocks=2)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "call model.eval() first" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -417,6 +429,10 @@ def test_a_model_that_cannot_be_paged_is_refused_and_left_as_it_was(
         ({"backend": "flashmla"}, "flashmla.*latent"),
         ({"block_size": 0}, "block_size=0 is too small"),
         ({"max_model_len": 0}, "max_model_len=0 is too small"),
+        ({"num_blocks": 0}, "num_blocks=0 is too small"),
+        ({"num_blocks": "4"}, "num_blocks='4' must be an integer"),
+        ({"cache_dtype": "fp8"}, "cache_dtype='fp8' is no floating-point dtype"),
+        ({"cache_dtype": torch.int32}, "cache_dtype=torch.int32 is no floating-point dtype"),
     ],
     ids=str,
 )

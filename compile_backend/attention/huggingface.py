@@ -7,6 +7,7 @@ attention finds the requests in the forward context.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from compile_backend.attention.layer import AttentionLayer
 from compile_backend.attention.ops import attention
 from compile_backend.attention.registry import AUTO, make_backend
 from compile_backend.attention.spec import AttentionSpec, CacheFormat
+from compile_backend.config import at_least
 from compile_backend.errors import ConfigError
 from compile_backend.step_inputs import Dim, InputSpec
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from compile_backend.attention.backend import AttentionBackend
 
     Choice = str | type[AttentionBackend]
+
+logger = logging.getLogger(__name__)
 
 INTERFACE = "cudagraph_modes"
 _PROBE = "cudagraph_modes_probe"
@@ -102,11 +106,13 @@ def paged_model(
 ) -> PagedModel:
     """Give a Hugging Face causal model a paged cache.
 
-    The model's attention implementation is changed to this one; its code and weights are not. Two
+    The model's attention implementation is changed to this one; its code and weights are not. It
+    stays changed, in the model's config too: from here on the model runs where a forward context
+    is set, as a runner sets it, and so does another model made of the same config object. Two
     tokens run through it, to learn what each layer computes.
 
     Args:
-        model: from `AutoModelForCausalLM`, on its device.
+        model: from `AutoModelForCausalLM`, on its device and in `eval()`.
         num_blocks: blocks of the cache; each holds `block_size` tokens for all layers.
         block_size: tokens of a block.
         max_model_len: most tokens of a request; the model's own limit if None.
@@ -115,10 +121,16 @@ def paged_model(
         cache_dtype: of stored keys and values; that of the model if None.
 
     Raises:
-        ConfigError: the model's attention is not of a kind that this can replace.
+        ConfigError: the model's attention is not of a kind that this can replace, or an argument
+            is none of these.
     """
     from transformers import AttentionInterface
 
+    _check_arguments(model, cache_dtype)
+    num_blocks = at_least(1)("num_blocks", num_blocks)
+    block_size = at_least(1)("block_size", block_size)
+    if max_model_len is not None:
+        max_model_len = at_least(1)("max_model_len", max_model_len)
     device = next(model.parameters()).device
     specs, dtype = _probe(model)
     if max_model_len is None:
@@ -170,6 +182,21 @@ def attention_interface(attend: Callable[..., None]) -> Callable[..., Any]:
         return output.unsqueeze(0), None
 
     return interface
+
+
+def _check_arguments(model: object, cache_dtype: object) -> None:
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "set_attn_implementation"):
+        fix = "use what AutoModelForCausalLM of transformers gives"
+        raise ConfigError("model", type(model).__name__, "is no causal language model", fix)
+    is_float = isinstance(cache_dtype, torch.dtype) and cache_dtype.is_floating_point
+    if cache_dtype is not None and not is_float:
+        fix = "use torch.bfloat16, torch.float8_e4m3fn, or None for that of the model"
+        raise ConfigError("cache_dtype", cache_dtype, "is no floating-point dtype of torch", fix)
+    if model.training:
+        logger.warning(
+            "the model that gets a paged cache is in training mode, so graphs would hold its "
+            "dropout; call model.eval() first"
+        )
 
 
 @contextlib.contextmanager
