@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,12 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-_IS_ASKED: ContextVar[bool] = ContextVar("is_asked", default=False)
+
+class _OfThread(threading.local):
+    is_asked = False
+
+
+_COMPILE = _OfThread()
 _INSTALLING = threading.Lock()
 
 
@@ -42,11 +46,11 @@ def size_1_like_others(config_patches: Mapping[str, Any]) -> Iterator[bool]:
         _install()
         with torch._inductor.config.patch(dict(config_patches)):
             _install_in_decompositions()
-    token = _IS_ASKED.set(True)
+    was_asked, _COMPILE.is_asked = _COMPILE.is_asked, True
     try:
         yield True
     finally:
-        _IS_ASKED.reset(token)
+        _COMPILE.is_asked = was_asked
 
 
 def _install_in_decompositions() -> None:
@@ -61,7 +65,7 @@ def _install_in_decompositions() -> None:
     @functools.wraps(decomposed)
     def decompose(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
         is_one = len(tensors) > 1 and all(tensor is tensors[0] for tensor in tensors)
-        return NotImplemented if is_one and _IS_ASKED.get() else decomposed(tensors, dim)
+        return NotImplemented if is_one and _COMPILE.is_asked else decomposed(tensors, dim)
 
     table[cat] = decompose
 
@@ -81,7 +85,7 @@ def _install() -> None:
         new_shape: Any,
         size_oblivious: bool = False,  # noqa: FBT001 - as it is called
     ) -> Any:
-        if _IS_ASKED.get() and not size_oblivious:
+        if _COMPILE.is_asked and not size_oblivious:
             found = original(old_shape, old_stride, new_shape, size_oblivious=True)
             if found is not None:
                 return found
