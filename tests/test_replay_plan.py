@@ -216,7 +216,7 @@ def test_weights_of_another_shape_ask_for_new_graphs():
     runner.capture(progress=False)
     batch = Batch(query_lens=[2], inputs={"input": torch.ones(2, 4)})
     head.weight, head.bias = (torch.nn.Parameter(torch.ones(1, *rest)) for rest in ((4,), ()))
-    with torch.no_grad(), pytest.raises(CaptureError, match=r"another shape or dtype, call recapture"):
+    with torch.no_grad(), pytest.raises(CaptureError, match="dtype, call recapture"):
         runner.run(batch)
     runner.recapture(progress=False)
     torch.testing.assert_close(runner.run(batch), head(torch.ones(2, 4)).detach())
