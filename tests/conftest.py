@@ -60,6 +60,24 @@ def quick_captures() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="module")
+def other_group() -> Iterator[object]:
+    """This process is rank 1 of 2 that send nothing; a group of both beside the default one."""
+    from rank_graphs import one_of_two_ranks
+
+    with one_of_two_ranks() as group:
+        yield group
+
+
+@pytest.fixture
+def without_gradients() -> Iterator[None]:
+    """As models are served."""
+    import torch
+
+    with torch.no_grad():
+        yield
+
+
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def loaded(request: pytest.FixtureRequest) -> "Iterator[LoadedModel]":
     """The demo's language model with its real weights, in float32 with full-precision products."""

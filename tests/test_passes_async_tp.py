@@ -17,7 +17,6 @@ from rank_graphs import (
     inputs_of,
     is_sound,
     layers,
-    one_of_two_ranks,
     rms,
     summed,
 )
@@ -38,17 +37,7 @@ from passes.sequence_parallel import SequenceParallelismPass
 BOTH = {"enable_sequence_parallelism": True, "enable_async_tp": True}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def other_group():
-    with one_of_two_ranks() as group:
-        yield group
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch.compiler.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("other_group", "without_gradients")
 
 
 def overlapped(function, *args, dynamic=True, in_shares=True):

@@ -17,7 +17,6 @@ from rank_graphs import (
     inputs_of,
     is_sound,
     layers,
-    one_of_two_ranks,
     rms,
     summed,
 )
@@ -38,18 +37,7 @@ from compile_backend.weights import Weights
 from passes.local_tensors import LocalTensorsPass
 from passes.sequence_parallel import SequenceParallelismPass
 
-
-@pytest.fixture(scope="module", autouse=True)
-def other_group():
-    with one_of_two_ranks() as group:
-        yield group
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch.compiler.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("other_group", "without_gradients")
 
 
 # --- wrappers ---------------------------------------------------------------------------------
