@@ -19,7 +19,6 @@ from compile_backend.partition_origins import tensors_of
 from compile_backend.partition_plan import planned_step
 from compile_backend.partition_runner import PartitionRunner, running_key
 from compile_backend.replay_plan import ReplayPlan
-from compile_backend.torch_internals.partition import PartitionError
 from compile_backend.torch_internals.partition_between import Between
 
 if TYPE_CHECKING:
@@ -78,8 +77,8 @@ def _code_between(partitions: Partitions) -> Between | None:
     """The code between partitions; None where it has a form that is not known."""
     try:
         return Between(partitions.between, partitions.names, WITHOUT_DISPATCHER)
-    except PartitionError as error:
-        logger.info("steps of partitions are not planned: %s", error)
+    except Exception as error:  # noqa: BLE001 - they run as they are, only slower
+        logger.warning("steps of partitions are not planned: %s: %s", type(error).__name__, error)
         return None
 
 

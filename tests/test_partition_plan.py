@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -62,13 +63,19 @@ class Written:
         between: Sequence[str],
         **wrapping: Any,
     ) -> None:
-        lines = ["x, w, f, n = args", "args.clear()", *between]
+        guarded = ["with guard(0):", *(f"    {line}" for line in between)]
+        lines = ["x, w, f, n = args", "args.clear()", *guarded]
         source = "".join(
             HEAD.format(index=index, names=", ".join(names), body=body)
             for index, (names, body) in enumerate(partitions)
         )
         source += RUNNER + "\n".join(f"        {line}" for line in lines)
-        namespace = {"torch": torch, "mixed": mixed, "copy_if_misaligned": lambda value: value}
+        namespace: dict[str, Any] = {
+            "torch": torch,
+            "guard": nullcontext,  # of a device
+            "mixed": mixed,
+            "copy_if_misaligned": lambda value: value,
+        }
         exec(source, namespace)
         functions = [namespace[f"partition_{index}"] for index in range(len(partitions))]
         self._code = SimpleNamespace(
@@ -174,7 +181,7 @@ def test_a_step_is_one_function():
         assert written.num_replays == 2 * step
     (text,) = written.steps._between._codes
     assert "self.partitions" not in text
-    assert [line.strip() for line in text.splitlines()[4:8]] == [
+    assert [line.strip() for line in text.splitlines()[5:9]] == [
         "(y,) = held_0",
         "z = torch_ops_toy_attn_new_default(y, layer='')",
         "assert z.shape == shape_1_0, 'shapes are those of the key'",

@@ -107,8 +107,7 @@ class TextBetween:
                 case ast.Delete(targets=[ast.Name(id=name)]) if name.startswith("partition"):
                     pass  # the list, which is gone
                 case ast.With():
-                    head = ast.With(statement.items, [ast.Pass()])
-                    self._append(indent, ast.unparse(head).rsplit("\n", 1)[0])
+                    self._append(indent, f"with {', '.join(map(ast.unparse, statement.items))}:")
                     self._read(statement.body, indent + "    ")
                 case ast.Assign() | ast.Expr() | ast.Delete() | ast.Return() | ast.Pass():
                     self._bind(statement)
