@@ -23,6 +23,7 @@ from compile_backend.torch_internals.cuda import (
     weak_tensor,
 )
 from compile_backend.torch_internals.graphs import tree_map
+from compile_backend.torch_internals.process_groups import exchanges, let_go_with_groups
 from compile_backend.torch_internals.symmetric_memory import workspaces
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ class CudaGraph:
         kept: memory outside of the pool that the graph uses, and that others may let go.
     """
 
-    __slots__ = ("_device", "_graph", "_kept", "_launch", "outputs")
+    __slots__ = ("__weakref__", "_device", "_ended", "_graph", "_kept", "_launch", "outputs")
 
     def __init__(
         self,
@@ -192,10 +193,15 @@ class CudaGraph:
         self._kept = kept
         self._device = device
         self._launch: object | None = None
+        self._ended: str | None = None
         self.outputs = outputs
 
     def replay(self) -> None:
-        """See `StaticGraph.replay`."""
+        """See `StaticGraph.replay`.
+
+        Raises:
+            CaptureError: a process group that it exchanges through has ended.
+        """
         if self._launch is None:
             self._first_replay()
         elif not shortcuts.launch(self._launch):
@@ -203,11 +209,23 @@ class CudaGraph:
 
     def _first_replay(self) -> None:
         """Replay by torch, and by the short way from then on if no random numbers are drawn."""
+        if self._ended is not None:
+            raise CaptureError(
+                f"the process group {self._ended!r}, through which this graph exchanges tensors, "
+                "was shut down; drop the graph (reset, or the runner's recapture) once there is "
+                "another"
+            )
         generator = torch.cuda.default_generators[self._device]
         before = generator.get_offset()
         self._graph.replay()
         if generator.get_offset() == before:
             self._launch = shortcuts.launch_of(self._graph, self._device)
+
+    def let_go(self, group: str) -> None:
+        """Give up what was captured, as the process group of this name ends; outputs stay."""
+        self._ended = group
+        self._launch = None
+        self._graph.reset()
 
 
 class CudaEngine:
@@ -246,6 +264,7 @@ class CudaEngine:
         with self._lock, self.session():
             self.session.before_capture()
             graph = torch.cuda.CUDAGraph()
+            exchanged = exchanges(self.device)
             try:
                 with self._capturing(graph, self._pool):
                     outputs = call(*args)
@@ -255,7 +274,9 @@ class CudaEngine:
                 raise CaptureError(str(error)) from error
             except Exception as error:
                 raise CaptureError(f"{type(error).__name__}: {error}") from error
-        return CudaGraph(graph, outputs, self.device.index, workspaces())
+            made = CudaGraph(graph, outputs, self.device.index, workspaces())
+            let_go_with_groups(made, exchanged, exchanges(self.device))
+        return made
 
     def keep_weakly(self, outputs: Any) -> Any:
         """`outputs`, CUDA tensors of this device as views without ownership."""
