@@ -12,6 +12,7 @@ from compile_backend.context import ForwardContext, get_forward_context, set_for
 from compile_backend.dispatch import CudagraphDispatcher
 from compile_backend.errors import CaptureError, ConfigError
 from compile_backend.explain import explain
+from compile_backend.guards import keep_argument_guards_unsafe
 from compile_backend.resolve import Resolution, resolve_cudagraph_mode
 from compile_backend.runner import GraphModelRunner
 from compile_backend.runner_batch import Batch
@@ -38,6 +39,7 @@ __all__ = [
     "capture",
     "explain",
     "get_forward_context",
+    "keep_argument_guards_unsafe",
     "reset",
     "resolve_cudagraph_mode",
     "set_forward_context",

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.fx
 
 from compile_backend import shortcuts
 from compile_backend.boundary import SharedBuffer
+from compile_backend.errors import ConfigError
 from compile_backend.layout import memory_of
 from compile_backend.torch_internals.cuda import are_at_addresses, copy_all
 from compile_backend.torch_internals.graphs import (
@@ -26,6 +27,9 @@ from compile_backend.torch_internals.graphs import (
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
+
+
+_Format: TypeAlias = tuple[torch.dtype, tuple[torch.Size, tuple[int, ...]] | None]
 
 
 class InputClass(Enum):
@@ -126,6 +130,8 @@ class InputBuffers:
         self.written_back = tuple(i for i in self.copied if i in mutated)
         self._buffers = {i: SharedBuffer(device) for i in self.copied}
         self._loaded: dict[Hashable, _Loaded] = {}
+        self._sources = {i: inputs[i].source for i in fixed}
+        self._formats: dict[int, _Format] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -143,6 +149,9 @@ class InputBuffers:
         Returns:
             The inputs at their static addresses, and whether an input that is not copied has
             moved since the key was first loaded, so that its graphs are stale.
+
+        Raises:
+            ConfigError: a weight has another format than the one it was compiled for.
         """
         static_args = list(args)
         loaded = self._loaded.get(key)
@@ -226,6 +235,7 @@ class InputBuffers:
 
     def _look_at(self, loaded: _Loaded, args: Sequence[Any]) -> None:
         """Note where the inputs are that are not copied."""
+        self._check_formats(args)
         loaded.wrappers = {
             i: _addresses_inside(args[i]) for i in self._fixed if names_of_wrapped(args[i])
         }
@@ -238,6 +248,33 @@ class InputBuffers:
         if self.copied:
             loaded.memories = _memories(args, self._fixed)
             loaded.written_memories = _memories(args, self._written)
+
+    def _check_formats(self, args: Sequence[Any]) -> None:
+        """Refuse what was not compiled; Dynamo notices it before, unless it was told not to."""
+        for i, source in self._sources.items():
+            found = _format_of(args[i])
+            expected = self._formats.setdefault(i, found)
+            if found != expected:
+                raise ConfigError(
+                    "guard_filter_fn",
+                    source,
+                    f"was {_written(expected)} when it was compiled and is {_written(found)} now, "
+                    "which the guards that were left out would have noticed",
+                    "call torch._dynamo.reset() after such a change, or keep the guards",
+                )
+
+
+def _format_of(tensor: torch.Tensor) -> _Format:
+    """What compiled code relies on, but for sizes of what is no weight, which may change."""
+    is_weight = isinstance(tensor, torch.nn.Parameter)
+    return tensor.dtype, (tensor.size(), tensor.stride()) if is_weight else None
+
+
+def _written(of: _Format) -> str:
+    dtype, layout = of
+    return (
+        str(dtype) if layout is None else f"{dtype} of shape {(*layout[0],)}, strides {layout[1]}"
+    )
 
 
 def _memories(args: Sequence[Any], positions: Sequence[int]) -> frozenset[int]:

@@ -38,6 +38,7 @@ PUBLIC_NAMES = [
     "capture",
     "explain",
     "get_forward_context",
+    "keep_argument_guards_unsafe",
     "reset",
     "resolve_cudagraph_mode",
     "set_forward_context",

@@ -17,7 +17,14 @@ import toy
 from torch.nn.attention.flex_attention import flex_attention
 from toy import FULL, MODES, NONE, PIECEWISE, WIDTH, Twin, compiled, counts, rows, toy_model
 
-from compile_backend import BatchDescriptor, ConfigError, reset, set_forward_context, stats
+from compile_backend import (
+    BatchDescriptor,
+    ConfigError,
+    keep_argument_guards_unsafe,
+    reset,
+    set_forward_context,
+    stats,
+)
 from compile_backend.backend import CudagraphModesBackend, cudagraph_modes
 from compile_backend.context import current_forward_context
 
@@ -299,7 +306,12 @@ def test_weights_rebound_again_and_again_with_a_view_that_is_written():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}]
+    "options",
+    [
+        {},
+        {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe},
+        {"guard_filter_fn": keep_argument_guards_unsafe},
+    ],
 )
 @pytest.mark.parametrize("when", ["in place", "data", "parameter", "buffer"])
 @GRAPH_MODES
@@ -321,6 +333,61 @@ def test_weights_changed_after_capture(mode, when, options):
                 model.layers[1].state = new[0]
         for _ in range(3):
             both(rows(4))
+
+
+@pytest.mark.parametrize("change", ["dtype", "shape", "strides"])
+@GRAPH_MODES
+def test_a_weight_of_another_format_is_refused_where_no_guard_sees_it(mode, change):
+    model = toy_model()
+    options = {"cudagraph_mode": mode, "guard_filter_fn": keep_argument_guards_unsafe}
+    run = compiled(model, **options)
+    with torch.no_grad():
+        for _ in range(3):
+            run(rows(4))
+        kept = model.head.weight  # so that no other comes to lie there
+        new = {"dtype": rows(WIDTH).double(), "shape": rows(1), "strides": rows(WIDTH).T}[change]
+        model.head.weight = torch.nn.Parameter(new, requires_grad=False)
+        with pytest.raises(ConfigError, match=r"head.*weight.*was torch.float32 of shape.* now"):
+            run(rows(4))
+        model.head.weight = torch.nn.Parameter(rows(WIDTH), requires_grad=False)
+        x = rows(4)
+        torch.testing.assert_close(run(x), model(x))
+    assert kept.dtype == torch.float32
+
+
+def test_guards_on_arguments_are_kept():
+    """Numbers, shapes, cache objects and the gradient mode are looked at; modules are not."""
+
+    class Cache:
+        length = 3
+
+    model = toy_model()
+    seen = []
+
+    def step(x: torch.Tensor, n: int, cache: Cache, **kwargs: int) -> torch.Tensor:
+        return model(x) * n + cache.length + sum(kwargs.values())
+
+    def filtered(entries):
+        kept = keep_argument_guards_unsafe(entries)
+        seen.append((sum(kept), len(kept)))
+        return kept
+
+    torch._dynamo.reset()
+    run = compiled(step, cudagraph_mode="FULL", guard_filter_fn=filtered)
+    cache = Cache()
+    with torch.no_grad():
+        for x, n, length, kwargs in (
+            (rows(4), 2, 3, {}),
+            (rows(4), 5, 3, {}),
+            (rows(4), 5, 7, {}),
+            (rows(4), 5, 7, {"more": 1}),
+            (rows(4).double().float()[:, :], 5, 7, {"more": 2}),
+            (rows(9), 2, 7, {}),
+        ):
+            cache.length = length
+            for _ in range(3):
+                torch.testing.assert_close(run(x, n, cache, **kwargs), step(x, n, cache, **kwargs))
+    assert all(num_kept < num_all / 2 for num_kept, num_all in seen)
 
 
 # --- errors -----------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from compile_backend.bench.request import (
     OURS,
     PATHS,
     STATIC,
+    TORCH_COMPILE,
     VARIANTS,
     BenchRequest,
     available_variants,
@@ -489,14 +490,34 @@ def test_a_graph_by_hand_replays_the_step() -> None:
         torch.testing.assert_close(captured_by_hand(step)(), expected)
 
 
+def test_fewer_guards_are_a_way_of_their_own() -> None:
+    torch.compiler.reset()
+    asked = request(
+        modes=("FULL",), paths=(STATIC,), variants=(TORCH_COMPILE, OURS), has_fewer_guards=True
+    )
+    failures: dict[str, str] = {}
+    with torch.no_grad():
+        rows = StaticBench(make_model(TINY, CPU), asked, Silent(), failures).results()
+    assert failures == {}
+    names = ("FULL", "torch.compile")
+    assert list(rows) == [*names, *(f"{name}, fewer guards" for name in names)]
+    for row in rows.values():
+        check_times(row)
+        assert row["max_error_to_eager"] < 1e-4
+    assert rows["FULL, fewer guards"]["ran_at"] == "FULL"
+    assert rows["FULL, fewer guards"]["stats"]["graphs"] == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's own, of a warm-up
 def test_all_variants_on_a_gpu() -> None:
     variants, _ = available_variants(GPU)
-    results = run_suite(request(device=GPU, variants=variants), Silent(), command="bench")
+    asked = request(device=GPU, variants=variants, has_fewer_guards=True)
+    results = run_suite(asked, Silent(), command="bench")
     assert results.failures == {}
     assert results.notes == []
     assert {"graph by hand, whole", "graph by hand, pieces"} <= set(results.static)
+    assert {"FULL, fewer guards", "reduce-overhead, fewer guards"} <= set(results.static)
     for row in (*results.static.values(), *results.paged.values()):
         check_times(row)
 

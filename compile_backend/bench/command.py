@@ -80,6 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure first calls, cold and warm, in processes of their own (default: do)",
     )
     parser.add_argument(
+        "--fewer-guards",
+        action="store_true",
+        help="measure what is compiled on the static path with guards on arguments only, too "
+        "(keep_argument_guards_unsafe)",
+    )
+    parser.add_argument(
         "--growth", action="store_true", help="measure growth against layers and capture sizes"
     )
     parser.add_argument(
@@ -125,6 +131,7 @@ def request_of(
         num_steps=parsed.steps,
         has_growth=parsed.growth,
         has_start_up=parsed.start_up,
+        has_fewer_guards=parsed.fewer_guards,
     )
     return request, left_out
 

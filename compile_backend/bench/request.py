@@ -96,6 +96,8 @@ class BenchRequest:
         has_captures: whether to measure the capture of all sizes.
         has_growth: whether to measure growth against layers and sizes.
         has_start_up: whether to measure start-up, in processes of its own.
+        has_fewer_guards: whether to measure what is compiled on the static path with fewer guards
+            of Dynamo's, too.
 
     Raises:
         ConfigError: something of this cannot be.
@@ -113,6 +115,7 @@ class BenchRequest:
     has_captures: bool = True
     has_growth: bool = False
     has_start_up: bool = False
+    has_fewer_guards: bool = False
 
     def __post_init__(self) -> None:
         for option, number in (("--rounds", self.num_rounds), ("--steps", self.num_steps)):

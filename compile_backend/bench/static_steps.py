@@ -24,6 +24,7 @@ from compile_backend.bench.request import (
 from compile_backend.bench.rounds import Clock, Step, measure
 from compile_backend.bench.watch import keeping
 from compile_backend.capture_session import capture
+from compile_backend.guards import keep_argument_guards_unsafe
 from compile_backend.llm.static_cache import StaticDecodeState
 
 if TYPE_CHECKING:
@@ -42,7 +43,13 @@ if TYPE_CHECKING:
 BY_HAND_WHOLE = "graph by hand, whole"
 BY_HAND_PIECES = "graph by hand, pieces"
 
-_OF_TORCH = {TORCH_COMPILE: None, REDUCE_OVERHEAD: "reduce-overhead"}
+FEWER_GUARDS = ", fewer guards"
+"""Ends the name of a way of which Dynamo checks the guards on arguments only."""
+
+_OF_TORCH: dict[str, dict[str, Any]] = {
+    TORCH_COMPILE: {},
+    REDUCE_OVERHEAD: {"triton.cudagraphs": True},  # what the mode of that name stands for
+}
 _FEWEST_FIRST_CALLS = 4
 
 
@@ -90,14 +97,17 @@ def compiled_for(
 
     Args:
         model: is left as it is.
-        name: `torch.compile`, `reduce-overhead` or a mode.
+        name: `torch.compile`, `reduce-overhead` or a mode, maybe with `FEWER_GUARDS` behind it.
         options: of this backend, but for the mode.
     """
-    if name in _OF_TORCH:
-        compiled: Callable[..., Any] = torch.compile(model, mode=_OF_TORCH[name])
+    base = name.removesuffix(FEWER_GUARDS)
+    guards = {} if base == name else {"guard_filter_fn": keep_argument_guards_unsafe}
+    compiled: Callable[..., Any]
+    if base in _OF_TORCH:
+        compiled = torch.compile(model, options={**_OF_TORCH[base], **guards} or None)
     else:
-        mode = {"cudagraph_mode": name}
-        compiled = torch.compile(model, backend=cudagraph_modes, options={**options, **mode})
+        all_options = {**options, **guards, "cudagraph_mode": base}
+        compiled = torch.compile(model, backend=cudagraph_modes, options=all_options)
     return compiled
 
 
@@ -178,22 +188,27 @@ class StaticBench:
             results[name]["ran_at"] = _increased(steps_before, self._steps_by_mode(name))
             if self._cold is not None and name in self._first_s:
                 results[name]["first_call_s"] = self._first_s[name]
-            if name in request.modes:
+            if self._is_ours(name):
                 results[name]["stats"] = stats(self._compiled[name]).as_dict()
         return results
 
     def _steps_by_mode(self, name: str) -> dict[str, int]:
         """Steps so far of a mode's way; empty for others."""
-        if name not in self._request.modes:
+        if not self._is_ours(name):
             return {}
         report = stats(self._compiled[name])
         return {mode: report.total("steps", mode) for mode in ("FULL", "PIECEWISE", "NONE")}
+
+    def _is_ours(self, name: str) -> bool:
+        return name.removesuffix(FEWER_GUARDS) in self._request.modes
 
     def _compile(self) -> None:
         request = self._request
         names = [name for name in _OF_TORCH if request.measures(name, STATIC)]
         if request.measures(OURS, STATIC):
             names = [*request.modes, *names]
+        if request.has_fewer_guards:
+            names += [f"{name}{FEWER_GUARDS}" for name in names]
         for name in names:
             with keeping(self._failures, f"static | {name}"):
                 self._ways[name] = self._compiled_way(name)
