@@ -726,7 +726,13 @@ def run(directory: str) -> dict[str, Any]:
         sums.append(logits.double().sum().item())
     report = stats(called)
     frames = counters["frames"]["total"]
-    return {"frames": frames, "compiles": report.compiles, "loads": report.loads, "sums": sums}
+    return {
+        "frames": frames,
+        "compiles": report.compiles,
+        "loads": report.loads,
+        "sums": sums,
+        "can_compile": "torch._inductor.lowering" in sys.modules,
+    }
 
 
 def test_a_second_process_neither_traces_nor_compiles(tmp_path: Path) -> None:
@@ -757,6 +763,8 @@ def test_a_second_process_neither_traces_nor_compiles(tmp_path: Path) -> None:
     assert warm["compiles"] == 0
     assert warm["loads"] == cold["compiles"]
     assert warm["sums"] == cold["sums"]
+    assert cold["can_compile"]
+    assert not warm["can_compile"]  # all that this takes is not imported
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 import torch.fx
 
 from compile_backend.cache import NotStorableError
+from compile_backend.torch_internals.extern_kernels import quick_to_import
 from compile_backend.torch_internals.sizes import free_symbols_of
 
 if TYPE_CHECKING:
@@ -93,6 +94,9 @@ def packed(
     # For people who read logs only.
     stripped.runnable_graph_str = stripped.inductor_post_grad_graph_str = ""
     stripped._fx_graph_cache_debug_lines = None
+    stripped.source_code = quick_to_import(code.source_code)
+    if stripped.source_code != code.source_code:
+        stripped.cache_key = digest(stripped.source_code)
     record = {
         "names": sizes.names,
         "ranges": sizes.ranges,
@@ -138,6 +142,7 @@ def digest(text: str) -> str:
 
 def revive(code: Any, inputs: Sequence[Any], binaries: Mapping[str, bytes]) -> None:
     """Make code run that was read from bytes."""
+    import torch._inductor.debug  # what runs code reads it, and relies on others to import it
     from torch._inductor.async_compile import CompiledTritonKernels
     from torch._inductor.cudagraph_utils import BoxedDeviceIndex
     from torch._inductor.output_code import CompiledFxGraphConstants
