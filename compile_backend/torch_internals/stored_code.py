@@ -142,7 +142,7 @@ def digest(text: str) -> str:
 
 def revive(code: Any, inputs: Sequence[Any], binaries: Mapping[str, bytes]) -> None:
     """Make code run that was read from bytes."""
-    import torch._inductor.debug  # what runs code reads it, and relies on others to import it
+    import torch._inductor.debug  # noqa: F401 - what runs code relies on others to import it
     from torch._inductor.async_compile import CompiledTritonKernels
     from torch._inductor.cudagraph_utils import BoxedDeviceIndex
     from torch._inductor.output_code import CompiledFxGraphConstants
