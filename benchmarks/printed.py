@@ -28,6 +28,10 @@ class Printed:
         yield lambda: None
 
 
-def command() -> str:
-    """What gives the same figures again."""
-    return f"python benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}"
+def command(launcher: str = "python") -> str:
+    """What gives the same figures again.
+
+    Args:
+        launcher: what starts the script.
+    """
+    return f"{launcher} benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}"
