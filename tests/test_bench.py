@@ -308,7 +308,8 @@ def test_growth() -> None:
     plan = GrowthPlan(layers=(1, 2), sizes=(1, 2), size_step=2)
     failures: dict[str, str] = {}
     with torch.no_grad():
-        rows = growth_results(request(num_rounds=1, num_steps=1), plan, Silent(), failures)
+        asked = request(num_rounds=1, num_steps=1)
+        rows = list(growth_results(asked, plan, Silent(), failures))
     assert failures == {}
     graphs = {(row["axis"], row["at"], row["mode"]): row["graphs"] for row in rows}
     assert graphs == {

@@ -28,7 +28,7 @@ from compile_backend.bench.watch import keeping
 from compile_backend.config import CUDAGraphMode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from compile_backend.bench.request import BenchRequest
     from compile_backend.bench.shapes import Shape
@@ -71,26 +71,26 @@ ON_CPU = GrowthPlan(layers=(1, 2), sizes=(1, 2, 4), size_step=1)
 
 def growth_results(
     request: BenchRequest, plan: GrowthPlan, watch: Watch, failures: dict[str, str]
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Measure along both axes.
 
-    Returns:
+    Yields:
         A row for each point and mode: the axis, where on it, host us, wall ms, and seconds, bytes
         and graphs of its captures; seconds of compiling and of everything before the first step
         are those of both modes together.
     """
-    rows: list[dict[str, Any]] = []
     for axis, points in ((LAYERS, plan.layers), (SIZES, plan.sizes)):
         for at in points:
+            rows: list[dict[str, Any]] = []
             with keeping(failures, f"growth | {at} {axis}"), watch.phase(f"{at} {axis}"):
                 if axis == LAYERS:
                     shape = request.shape.with_layers(at)
                     sizes: Sequence[int] = shape.decodes
                 else:
                     shape, sizes = request.shape, plan.capture_sizes(at)
-                rows += [{"axis": axis, "at": at, **row} for row in _point(request, shape, sizes)]
+                rows = _point(request, shape, sizes)
+            yield from ({"axis": axis, "at": at, **row} for row in rows)
             forget_compiled(request.device)
-    return rows
 
 
 def _point(request: BenchRequest, shape: Shape, sizes: Sequence[int]) -> list[dict[str, Any]]:

@@ -66,7 +66,9 @@ def run_suite(
         _measure_steps(request, watch, results, keep)
         if request.has_growth:
             plan = ON_GPU if request.device.type == "cuda" else ON_CPU
-            results.growth = growth_results(request, plan, watch, results.failures)
+            for row in growth_results(request, plan, watch, results.failures):
+                results.growth.append(row)
+                keep(results)
             results.growth_powers = powers(results.growth)
             keep(results)
     return results
