@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 from enum import Enum
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -161,17 +160,3 @@ def check_batch(
             else "the batch brings attention, but the runner has no metadata_builder to read it; "
             "give GraphModelRunner one, or leave it out"
         )
-    num_loras: Any = batch.num_active_loras
-    if type(num_loras) is not int and not isinstance(num_loras, Integral):
-        raise ValueError(f"num_active_loras={num_loras!r} is no integer; give 0 or more")
-    if batch.extra:
-        _check_extra(batch.extra)
-
-
-def _check_extra(extra: object) -> None:
-    try:
-        hash(extra)
-    except TypeError:
-        raise ValueError(
-            f"extra={extra!r} cannot be part of a key; give a tuple of hashable values"
-        ) from None

@@ -104,7 +104,7 @@ class RunnerSteps:
             all_decode = self._builder.is_decode(batch.attention, query_lens)
         num_loras = batch.num_active_loras
         descriptor = BatchDescriptor(
-            num_tokens, num_reqs, is_uniform, num_loras > 0, num_loras, batch.extra
+            num_tokens, num_reqs, is_uniform, num_loras != 0, num_loras, batch.extra
         )
         mode, key = self._route(
             descriptor, batch, all_decode=all_decode, highest_mode=highest_mode

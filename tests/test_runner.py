@@ -448,6 +448,9 @@ def test_run_before_capture_is_refused() -> None:
         ({"attention": {"seq_lens": [1]}}, r"attention is \{'seq_lens': \[1\]\}; give AttentionB"),
         ({"attention": [1], "all_decode": True}, r"attention is \[1\]; give AttentionBatch\("),
         ({"num_active_loras": "1"}, "num_active_loras='1' is no integer"),
+        ({"all_decode": "no"}, "all_decode='no' is no bool; use True or False, or None"),
+        ({"use_cascade_attn": "no"}, "use_cascade_attn='no' is no bool; use True or False"),
+        ({"extra": "flag"}, "extra='flag' is no tuple; use a tuple of hashable values"),
         ({"inputs": {"tokens": [1, 2], "positions": [0], "last": [0]}}, "'tokens' has shape"),
     ],
 )

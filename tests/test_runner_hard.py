@@ -642,7 +642,7 @@ def test_adapters_have_keys_of_their_own(specialize: bool) -> None:
     }
     expected = {("FULL", n): 1 for n in range(4)} if specialize else {("FULL", 3): 4}
     assert keys == {**expected, ("NONE", 4): 1}
-    with pytest.raises(ValueError, match="num_active_loras >= 0"):
+    with pytest.raises(ValueError, match="num_active_loras=-1 is too small"):
         runner.run(rows(2, num_active_loras=-1))
 
 
