@@ -66,6 +66,7 @@ class RunnerParts:
         engine: captures and replays.
         weights: of the model.
         warn_once: of the runner.
+        warn_once_of_model: shared with the compiled model, for what both of them notice.
         stats: counts of the runner.
     """
 
@@ -85,6 +86,7 @@ class RunnerParts:
     engine: GraphEngine
     weights: Weights
     warn_once: WarnOnce
+    warn_once_of_model: WarnOnce
     stats: GraphStats
 
 
@@ -171,6 +173,7 @@ def runner_parts(
         engine=engine,
         weights=Weights(module),
         warn_once=WarnOnce(),
+        warn_once_of_model=WarnOnce() if compiled is None else compiled.warn_once,
         stats=GraphStats(),
     )
 

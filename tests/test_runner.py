@@ -362,7 +362,18 @@ def test_weights_bound_anew_are_seen(
         loop.step([(request, 2)])
         loop.step([(request, 1)])
     told = [record for record in caplog.records if "another address" in record.message]
-    assert 1 <= len(told) <= 2  # the runner, and the compiled graph at PIECEWISE
+    assert len(told) == 1  # by the runner, and not again by the compiled graph at PIECEWISE
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+def test_a_lower_mode_is_told_once_by_model_and_runner(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"attention_support": {"cudagraph_modes::attention": "NEVER"}}
+    loop = make_loop(mode, compile_options={"cudagraph_mode": mode, **options}, **options)
+    told = [record.message for record in caplog.records if " becomes " in record.message]
+    assert len(told) == len(set(told)) >= 1
+    assert loop.runner.report().mode_resolved == "PIECEWISE"
 
 
 @pytest.mark.gpu
