@@ -327,7 +327,7 @@ class CudagraphModesBackend:
         known = self._compiled.get(id(owner))
         if known is not None and known[0]() is owner:
             return known[1].graphs
-        if owner is not None and backend_of(owner) is self:
+        if owner is not None and isinstance(backend_of(owner), CudagraphModesBackend):
             return []
         other = backend_name(compiled)
         by = "torch.compile" if other is None else f"this backend, but by {other!r}"
