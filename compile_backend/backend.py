@@ -25,6 +25,7 @@ from compile_backend.stats import Report, added_rows
 from compile_backend.stored_trace import StoredTraces, watch_traces
 from compile_backend.support import lowest
 from compile_backend.torch_internals.dynamo import (
+    backend_name,
     backend_of,
     calling_compile,
     compile_behind,
@@ -64,6 +65,7 @@ class CompiledFacts:
 
     graphs: list[BuiltGraph]
     runners: list[weakref.ref[object]]
+    warn_once: WarnOnce
 
     def number_of(self, runner: object) -> int:
         """The number of a runner among those of this callable.
@@ -265,7 +267,7 @@ class CudagraphModesBackend:
         if owner is None or backend_of(owner) is not self:
             return None
         compiled_by = self._compiled_by(owner)
-        return CompiledFacts(compiled_by.graphs, compiled_by.runners)
+        return CompiledFacts(compiled_by.graphs, compiled_by.runners, compiled_by.warn_once)
 
     def store_traces(self, compiled: object) -> None:
         """From now on, what is traced for a callable may come from another process.
@@ -322,15 +324,15 @@ class CudagraphModesBackend:
 
     def _graphs_of(self, compiled: object) -> list[BuiltGraph]:
         owner = compile_behind(compiled)
-        if owner is None:
-            raise ConfigError(
-                "compiled",
-                compiled,
-                "was not made by torch.compile",
-                'pass what torch.compile(..., backend="cudagraph_modes") returned',
-            )
         known = self._compiled.get(id(owner))
-        return known[1].graphs if known is not None and known[0]() is owner else []
+        if known is not None and known[0]() is owner:
+            return known[1].graphs
+        if owner is not None and isinstance(backend_of(owner), CudagraphModesBackend):
+            return []
+        other = backend_name(compiled)
+        by = "torch.compile" if other is None else f"this backend, but by {other!r}"
+        fix = 'pass what torch.compile(..., backend="cudagraph_modes") returned'
+        raise ConfigError("compiled", compiled, f"was not compiled by {by}", fix)
 
 
 cudagraph_modes = CudagraphModesBackend()

@@ -30,6 +30,7 @@ class BatchLoader:
         builder: of the attention metadata; None without attention.
 
     Attributes:
+        names: of the model's inputs.
         is_plain: whether all inputs of the last batch were plain arrays of integers.
     """
 
@@ -39,7 +40,7 @@ class BatchLoader:
         self.inputs = inputs
         self.specs = tuple(specs)
         self.builder = builder
-        self._names = {spec.name for spec in specs}
+        self.names = frozenset(spec.name for spec in specs)
         self.is_plain = False
 
     def load(
@@ -74,12 +75,12 @@ class BatchLoader:
             if not isinstance(values, Mapping):
                 raise ValueError(
                     f"the batch has inputs {shown(values)}; give a mapping from the names "
-                    f"{sorted(self._names)}"
+                    f"{sorted(self.names)}"
                 )
-            if values.keys() != self._names:
+            if values.keys() != self.names:
                 raise ValueError(
                     f"the batch has inputs {sorted(values)}, but input_spec names "
-                    f"{sorted(self._names)}"
+                    f"{sorted(self.names)}"
                 )
             for spec in specs[done:]:
                 size = spec.dim.of(num_tokens, num_reqs)

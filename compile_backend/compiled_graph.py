@@ -26,6 +26,7 @@ from compile_backend.context import (
     enter_forward_context,
 )
 from compile_backend.errors import CaptureError, number_of
+from compile_backend.once import MOVED
 
 if TYPE_CHECKING:
     from compile_backend.dispatch import CudagraphDispatcher
@@ -477,7 +478,7 @@ class CompiledGraph:
         """An input that graphs read is elsewhere now: capture them again."""
         self._warn_once(
             logger,
-            "moved",
+            MOVED,
             "a weight or a static input is at another address than when it was captured (told "
             "once); its graphs are captured again",
         )

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
-from compile_backend.batch import BatchDescriptor
+from compile_backend.batch import checked
 from compile_backend.config import CUDAGraphMode
 from compile_backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping
     from contextlib import AbstractContextManager
+
+    from compile_backend.batch import BatchDescriptor
 
 
 class CaptureSession(Protocol):
@@ -128,13 +130,15 @@ def set_forward_context(
 
     Raises:
         ConfigError: the mode is no runtime mode, a mode other than NONE lacks its batch, or the
-            batch is something else.
+            batch is something else, or contradicts itself.
     """
     if not isinstance(cudagraph_runtime_mode, CUDAGraphMode):
         cudagraph_runtime_mode = CUDAGraphMode.parse(
             cudagraph_runtime_mode, option="cudagraph_runtime_mode"
         )
     _check_step(cudagraph_runtime_mode, batch_descriptor)
+    if batch_descriptor is not None:
+        batch_descriptor = checked(batch_descriptor, "batch_descriptor")
     context = ForwardContext(attn_metadata, cudagraph_runtime_mode, batch_descriptor, extra)
     token = _STEP.set(_Step(context, _STEP.get().session, SetBy.USER))
     try:
@@ -157,13 +161,6 @@ def _check_step(cudagraph_runtime_mode: CUDAGraphMode, batch_descriptor: object)
             None,
             f"is missing for mode {cudagraph_runtime_mode.name}",
             "pass the descriptor that CudagraphDispatcher.dispatch returned with the mode",
-        )
-    if batch_descriptor is not None and not isinstance(batch_descriptor, BatchDescriptor):
-        raise ConfigError(
-            "batch_descriptor",
-            batch_descriptor,
-            "is no BatchDescriptor",
-            "pass BatchDescriptor(num_tokens=..., num_reqs=...)",
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from compile_backend.batch import BatchDescriptor, graph_key
+from compile_backend.batch import BatchDescriptor, checked, flag, graph_key
 from compile_backend.config import CUDAGraphMode, number_of_tokens
 from compile_backend.errors import CaptureError, ConfigError
 from compile_backend.sizes import PaddingTable, capture_sizes
@@ -159,13 +159,18 @@ class CudagraphDispatcher:
 
         Raises:
             CaptureError: there are no keys yet.
-            ConfigError: there is no such mode of a single batch.
-            ValueError: the batch is contradictory.
+            ConfigError: there is no such mode of a single batch, the batch is contradictory, or
+                holds something else than numbers and flags.
         """
         if highest_mode not in _HIGHEST:
             highest_mode = CUDAGraphMode.parse_single(highest_mode, option="highest_mode")
+        descriptor = checked(descriptor)
+        if use_cascade_attn is not False:
+            use_cascade_attn = flag("use_cascade_attn", use_cascade_attn)
+        if all_decode is not None:
+            all_decode = flag("all_decode", all_decode, others=", or None")
         num_tokens, num_reqs, uniform, has_lora, num_loras, extra = descriptor
-        if not 0 <= num_reqs <= num_tokens <= self._largest or highest_mode is _NONE:
+        if num_tokens > self._largest or highest_mode is _NONE:
             return self._without_graph(descriptor)
         if has_lora or num_loras:
             num_loras = num_loras or self._max_loras
@@ -213,15 +218,8 @@ class CudagraphDispatcher:
         return self._keys
 
     def _without_graph(self, descriptor: BatchDescriptor) -> Route:
-        """The batch as it is, at NONE, after a look at why no table holds it."""
+        """The batch as it is, at NONE, if there are keys at all."""
         self._initialized_keys()
-        if not 0 <= descriptor.num_reqs <= descriptor.num_tokens:
-            raise ValueError(
-                f"{descriptor} is contradictory; every request has at least one token, "
-                "so give 0 <= num_reqs <= num_tokens"
-            )
-        if descriptor.num_active_loras < 0:
-            raise ValueError(f"{descriptor} is contradictory; give num_active_loras >= 0")
         return _NONE, descriptor
 
     def _lora_counts(self) -> list[int]:

@@ -25,6 +25,7 @@ from compile_backend.context import (
 )
 from compile_backend.errors import CaptureError, number_of
 from compile_backend.known_steps import KnownFull
+from compile_backend.once import MOVED
 from compile_backend.output_cut import handed_out
 from compile_backend.wrapper import CUDAGraphWrapper
 
@@ -82,6 +83,7 @@ class FullSteps:
         stats: where to count.
         cut: what callers get of the outputs.
         warn_once: of the runner.
+        warn_once_of_model: shared with the compiled model, which notices moved weights, too.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class FullSteps:
         stats: GraphStats,
         cut: OutputCut,
         warn_once: WarnOnce,
+        warn_once_of_model: WarnOnce,
     ) -> None:
         self._call = call
         self._loader = loader
@@ -100,6 +103,7 @@ class FullSteps:
         self._strict = config.strict
         self._cut = cut
         self._warn_once = warn_once
+        self._warn_once_of_model = warn_once_of_model
         self._stats = stats
         self._steps: dict[BatchDescriptor, _FullStep] = {}
         self._wrapper = CUDAGraphWrapper(
@@ -254,9 +258,9 @@ class FullSteps:
     def drop(self) -> None:
         """Drop every graph, since a weight is elsewhere; its next step captures it again."""
         if self._steps:
-            self._warn_once(
+            self._warn_once_of_model(
                 logger,
-                "moved",
+                MOVED,
                 "a weight is at another address than when the graphs were captured (told once); "
                 "each is captured again at its next step. Call recapture() to do so at once",
             )

@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     import logging
     from collections.abc import Hashable
 
+MOVED = "moved"
+"""Said of weights that are elsewhere, by a compiled model and by the runner of one."""
+
 
 class WarnOnce:
     """Logs each warning the first time only, over all graphs of one `torch.compile` call."""

@@ -158,6 +158,13 @@ def is_fused(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and node.target in FUSED_OPS
 
 
+_PAGE = "docs/how-it-works.md, Quantisations that fuse"
+_FORMS = dict.fromkeys(
+    ("enable_fusion", "enable_attn_fusion"),
+    f"; write quantisations in a form that matches: see {_PAGE}",
+)
+
+
 def idle_passes(results: Iterable[PassResult]) -> list[str]:
     """What the user asked for that changed nothing, as notes."""
     changed: dict[str, int] = {}
@@ -169,7 +176,8 @@ def idle_passes(results: Iterable[PassResult]) -> list[str]:
             if result.hindrance is not None:
                 hindrances[asked] = f": {result.hindrance}"
     return [
-        f"{asked} was asked for and changed nothing in this graph{hindrances.get(asked, '')}"
+        f"{asked} was asked for and changed nothing in this graph"
+        f"{hindrances.get(asked, _FORMS.get(asked, ''))}"
         for asked, count in changed.items()
         if not count
     ]

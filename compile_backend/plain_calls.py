@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compile_backend.batch import BatchDescriptor
-from compile_backend.errors import ConfigError, number_of
+from compile_backend.batch import BatchDescriptor, checked
+from compile_backend.errors import ConfigError, number_of, shown
 from compile_backend.inputs import InputClass
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class BatchReader:
             return BatchDescriptor(*self._shape(args))
         tensors = tuple([args[i] for i in self._tensors])
         try:
-            described = self._describe_batch(tensors)
+            described: object = self._describe_batch(tensors)
         except Exception as error:
             given, kind = number_of("tensor", len(tensors)), type(error).__name__
             raise ConfigError(
@@ -66,10 +66,14 @@ class BatchReader:
                 f"failed on {given}: {kind}: {error}",
                 "repair it: it is given the tuple of the call's tensors",
             ) from error
-        problem = _problem_of(described)
-        if problem is not None:
-            raise ConfigError("describe_batch", described, problem, _REMEDY)
-        return described
+        try:
+            return checked(described)
+        except ConfigError as error:
+            told = f"{error.option}={shown(error.value)} {error.problem}"
+            if not isinstance(described, BatchDescriptor):
+                told = error.problem
+            problem = f"is what it returned, and {told}"
+            raise ConfigError("describe_batch", described, problem, _REMEDY) from None
 
     def with_sizes(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> BatchDescriptor:
         """The descriptor with every free size of the call that it does not tell.
@@ -116,21 +120,4 @@ def _is_ids(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 2 and tensor.dtype in _INTEGERS
 
 
-_REMEDY = "return a BatchDescriptor(num_tokens, num_reqs, ...) of Python integers and bools"
-
-
-def _problem_of(described: object) -> str | None:
-    """Why something cannot describe a batch; None if it can."""
-    if not isinstance(described, BatchDescriptor):
-        return "is what it returned, and is not a batch descriptor"
-    num_tokens, num_reqs, uniform, has_lora, num_loras, extra = described
-    # Tensors would be compared by their data.
-    counts: tuple[object, ...] = (num_tokens, num_reqs, num_loras)
-    others: tuple[object, ...] = (uniform, has_lora, extra)
-    if [type(count) for count in counts] != [int, int, int]:
-        return "counts in something else than integers"
-    if [type(other) for other in others] != [bool, bool, tuple]:
-        return "holds a flag that is no bool, or an extra that is no tuple"
-    if not 0 <= num_reqs <= num_tokens:
-        return "has more requests than tokens"
-    return None
+_REMEDY = "return a BatchDescriptor(num_tokens, num_reqs, ...) of integers and bools"

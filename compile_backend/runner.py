@@ -44,9 +44,9 @@ class GraphModelRunner:
             `torch.compile(..., backend="cudagraph_modes")`, which PIECEWISE needs. Each tensor
             that it returns has the sizes of `output_shape` in front.
         config: the mode and the capture sizes; a `CompilationConfig` or its options.
-        input_spec: every tensor that the model takes.
+        input_spec: every tensor that the model takes; at least one.
         max_num_seqs: most requests of a batch.
-        max_num_batched_tokens: most tokens of a batch.
+        max_num_batched_tokens: most tokens of a batch; no fewer than requests.
         uniform_decode_query_len: tokens of each request in a uniform decode batch; that of the
             config if None.
         metadata_builder: for attention that reads the forward context; None if there is none.

@@ -34,7 +34,7 @@ def check_input_spec(input_spec: object) -> None:
     """Refuse what is no list of inputs.
 
     Raises:
-        ConfigError: it is something else, or holds something else.
+        ConfigError: it is something else, holds something else, or nothing.
     """
     fix = 'use [InputSpec("tokens", (Dim.NUM_TOKENS,), torch.int64)]'
     if isinstance(input_spec, str | Mapping) or not isinstance(input_spec, Sequence):
@@ -43,6 +43,25 @@ def check_input_spec(input_spec: object) -> None:
         if not isinstance(spec, InputSpec):
             problem = f"holds {type(spec).__name__}, which is no InputSpec"
             raise ConfigError("input_spec", input_spec, problem, fix)
+    if not input_spec:
+        problem = "is empty, and nothing else tells the model how many tokens a step has"
+        raise ConfigError("input_spec", input_spec, problem, fix)
+
+
+def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """Refuse limits of which one can never be reached, since each request brings a token.
+
+    Raises:
+        ConfigError: there are fewer tokens than requests.
+    """
+    if max_num_batched_tokens < max_num_seqs:
+        raise ConfigError(
+            "max_num_batched_tokens",
+            max_num_batched_tokens,
+            f"is below max_num_seqs={max_num_seqs}, and so many requests could not even decode "
+            "together",
+            f"use {max_num_seqs} or more, or lower max_num_seqs",
+        )
 
 
 def check_output_shape(output_shape: object) -> None:

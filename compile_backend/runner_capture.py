@@ -148,7 +148,7 @@ class RunnerCapture:
             uniform_decode_query_len=query_len,
         )
         for downgrade in resolution.downgrades:
-            warn_once(logger, downgrade, "%s", downgrade)
+            parts.warn_once_of_model(logger, downgrade, "%s", downgrade)
         if parts.compiled is not None and not parts.compiled.graphs:
             warn_once(logger, "not compiled", "the model %s; %s", *NOT_COMPILED)
         full = FullSteps(
@@ -159,6 +159,7 @@ class RunnerCapture:
             parts.stats,
             parts.cut,
             warn_once,
+            parts.warn_once_of_model,
         )
         piecewise = None
         if parts.compiled is not None:

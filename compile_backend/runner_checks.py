@@ -5,21 +5,23 @@ Pure functions: they know neither graphs nor modes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from enum import Enum
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from compile_backend.errors import ConfigError, number_of, shown
+from compile_backend.given_numbers import array_of
 from compile_backend.runner_batch import Batch
 from compile_backend.step_inputs import Dim
 from compile_backend.torch_internals.graphs import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
     import numpy.typing as npt
 
@@ -114,7 +116,7 @@ def check_query_lens(query_lens: Any) -> npt.NDArray[Any]:
     Raises:
         ValueError: they are no integers of at least 1, one for each request.
     """
-    lens = np.asarray(query_lens)
+    lens = array_of("query_lens", query_lens, "give one number for each request")
     if lens.size and lens.dtype.kind not in "iu":
         raise ValueError(f"query_lens hold numbers of {lens.dtype}; give integers")
     if lens.ndim != 1:
@@ -122,6 +124,27 @@ def check_query_lens(query_lens: Any) -> npt.NDArray[Any]:
     if len(lens) and np.minimum.reduce(lens) < 1:
         raise ValueError(f"query_lens {lens.tolist()} hold a request without tokens; leave it out")
     return lens
+
+
+def check_is_whole(batch: Batch, names: AbstractSet[str], *, has_builder: bool) -> None:
+    """Refuse a batch without requests that does not bring all that a batch does.
+
+    Args:
+        batch: of the engine, without requests.
+        names: of the inputs that each batch brings.
+        has_builder: whether somebody reads what the batch brings for attention.
+
+    Raises:
+        ValueError: it lacks something.
+    """
+    brings: Any = batch.inputs
+    lacks_inputs = isinstance(brings, Mapping) and bool(names - brings.keys())
+    if lacks_inputs or (has_builder and batch.attention is None):
+        raise ValueError(
+            "the batch has no requests: there is nothing to run; leave the step out, or bring "
+            "everything with 0 rows. To run along with other processes, give GraphModelRunner "
+            "ranks=RankAgreement.over(group)"
+        )
 
 
 def check_batch(
@@ -161,17 +184,3 @@ def check_batch(
             else "the batch brings attention, but the runner has no metadata_builder to read it; "
             "give GraphModelRunner one, or leave it out"
         )
-    num_loras: Any = batch.num_active_loras
-    if type(num_loras) is not int and not isinstance(num_loras, Integral):
-        raise ValueError(f"num_active_loras={num_loras!r} is no integer; give 0 or more")
-    if batch.extra:
-        _check_extra(batch.extra)
-
-
-def _check_extra(extra: object) -> None:
-    try:
-        hash(extra)
-    except TypeError:
-        raise ValueError(
-            f"extra={extra!r} cannot be part of a key; give a tuple of hashable values"
-        ) from None

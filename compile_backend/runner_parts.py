@@ -22,6 +22,7 @@ from compile_backend.runner_arguments import (
     check_builder,
     check_device,
     check_input_spec,
+    check_limits,
     check_model,
     check_output_shape,
     check_ranks,
@@ -65,6 +66,7 @@ class RunnerParts:
         engine: captures and replays.
         weights: of the model.
         warn_once: of the runner.
+        warn_once_of_model: shared with the compiled model, for what both of them notice.
         stats: counts of the runner.
     """
 
@@ -84,6 +86,7 @@ class RunnerParts:
     engine: GraphEngine
     weights: Weights
     warn_once: WarnOnce
+    warn_once_of_model: WarnOnce
     stats: GraphStats
 
 
@@ -128,6 +131,7 @@ def runner_parts(
     )
     max_num_seqs, query_len = dispatcher.max_num_seqs, dispatcher.uniform_decode_query_len
     max_num_batched_tokens = at_least(1)("max_num_batched_tokens", max_num_batched_tokens)
+    check_limits(max_num_seqs, max_num_batched_tokens)
     builder_specs = metadata_builder.input_spec if metadata_builder is not None else ()
     sizes = capture_sizes(config, max_num_seqs=max_num_seqs, query_len=query_len)
     with torch.inference_mode(False):
@@ -169,6 +173,7 @@ def runner_parts(
         engine=engine,
         weights=Weights(module),
         warn_once=WarnOnce(),
+        warn_once_of_model=WarnOnce() if compiled is None else compiled.warn_once,
         stats=GraphStats(),
     )
 

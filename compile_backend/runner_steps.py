@@ -16,7 +16,7 @@ from compile_backend.batch import BatchDescriptor
 from compile_backend.config import CUDAGraphMode
 from compile_backend.known_steps import KnownPieces
 from compile_backend.runner_batch import Batch
-from compile_backend.runner_checks import check_batch, check_query_lens
+from compile_backend.runner_checks import check_batch, check_is_whole, check_query_lens
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -89,8 +89,10 @@ class RunnerSteps:
             num_tokens, is_uniform = counted
         query_lens = query_lens.astype(np.int32, copy=False)
         num_reqs = len(query_lens)
-        if self._ranks is not None and not num_tokens:
-            return self._run_idle(highest_mode)
+        if not num_tokens:
+            if self._ranks is not None:
+                return self._run_idle(highest_mode)
+            check_is_whole(batch, self._loader.names, has_builder=self._builder is not None)
         check_batch(
             batch,
             num_tokens,
@@ -104,7 +106,7 @@ class RunnerSteps:
             all_decode = self._builder.is_decode(batch.attention, query_lens)
         num_loras = batch.num_active_loras
         descriptor = BatchDescriptor(
-            num_tokens, num_reqs, is_uniform, num_loras > 0, num_loras, batch.extra
+            num_tokens, num_reqs, is_uniform, num_loras != 0, num_loras, batch.extra
         )
         mode, key = self._route(
             descriptor, batch, all_decode=all_decode, highest_mode=highest_mode

@@ -19,6 +19,7 @@ import torch
 
 from compile_backend import shortcuts
 from compile_backend.errors import ConfigError
+from compile_backend.given_numbers import array_of, check_has_rows, tensor_of
 from compile_backend.torch_internals.cuda import weak_part
 
 if TYPE_CHECKING:
@@ -236,8 +237,8 @@ class StepInputs:
             limit: the size that its numbers are indices below; None for other numbers.
 
         Raises:
-            ValueError: the value has another shape, is no number, has fractions where the spec has
-                integers, or is out of their range or of the batch.
+            ValueError: the value has another shape, is no number or cannot be read, has fractions
+                where the spec has integers, or is out of their range or of the batch.
         """
         spec = place.spec
         host: Any = place.host if place.array is None else place.array
@@ -245,9 +246,11 @@ class StepInputs:
         own = host[inside]
         if host.shape[spec.axis] > size:
             host[place.rows(size, None)] = spec.pad
+        name = f"input {spec.name!r}"
         if place.array is None and not isinstance(value, torch.Tensor | np.ndarray):
-            value = _as_tensor(spec, value)
+            value = tensor_of(name, value)
         if isinstance(value, torch.Tensor):
+            check_has_rows(name, value)
             _check_shape(spec, value.shape, own.shape)
             _check_kind(spec, value.dtype, is_fraction=value.is_floating_point())
             _check_tensor(spec, value, limit)
@@ -256,12 +259,14 @@ class StepInputs:
             if self._copied is not None and value.is_cuda:
                 self._copied.record()
             return
-        value = np.asarray(value)
+        value = array_of(name, value)
+        if value.dtype.kind not in "biuf":
+            raise ValueError(f"{name} has values of {value.dtype}; give numbers")
         _check_shape(spec, value.shape, own.shape)
         if value.size:  # an empty list counts as fractions
             _check_kind(spec, value.dtype, is_fraction=value.dtype.kind == "f")
             _check_numbers(spec, value, limit)
-            own[...] = value if place.array is not None else _as_tensor(spec, value)
+            own[...] = value if place.array is not None else tensor_of(name, value)
 
     def send(self, layout: Layout) -> None:
         """Copy the block to the device; in a capture, that becomes a part of the graph."""
@@ -366,9 +371,7 @@ def _check_kind(spec: InputSpec, given: object, *, is_fraction: bool) -> None:
 
 
 def _check_numbers(spec: InputSpec, value: np.ndarray[Any, Any], limit: int | None) -> None:
-    """Refuse what is no number, and what would come out as another one."""
-    if value.dtype.kind not in "biuf":
-        raise ValueError(f"input {spec.name!r} has values of {value.dtype}; give numbers")
+    """Refuse numbers that would come out as others."""
     if value.dtype.kind in "iu" and not _fits(spec.dtype, int(value.min()), int(value.max())):
         raise ValueError(
             f"input {spec.name!r} holds {value.min()} to {value.max()}, which {spec.dtype} does "
@@ -387,16 +390,6 @@ def _check_tensor(spec: InputSpec, value: torch.Tensor, limit: int | None) -> No
     )
     if is_looked_at and value.device.type == "cpu" and value.numel():
         _check_numbers(spec, value.numpy(), limit)
-
-
-def _as_tensor(spec: InputSpec, value: Any) -> torch.Tensor:
-    """Numbers as a tensor, for element types that arrays lack."""
-    if isinstance(value, np.ndarray):  # torch takes neither other orders of bytes nor of rows
-        value = np.ascontiguousarray(value, value.dtype.newbyteorder("="))
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"input {spec.name!r} is no tensor: {error}; give numbers") from None
 
 
 def _check_indices(spec: InputSpec, lowest: int, highest: int, limit: int) -> None:

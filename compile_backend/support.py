@@ -42,12 +42,12 @@ class AttentionCGSupport(Enum):
 
     @classmethod
     def parse(
-        cls, value: str | int | AttentionCGSupport, *, option: str = "attention_support"
+        cls, value: str | AttentionCGSupport, *, option: str = "attention_support"
     ) -> AttentionCGSupport:
-        """The level that a name (in any case), a number or a member means.
+        """The level that a name (in any case) or a member means; numbers only order the levels.
 
         Args:
-            value: a name, a number or a member.
+            value: a name or a member.
             option: what the user set to it.
 
         Raises:
@@ -57,8 +57,6 @@ class AttentionCGSupport(Enum):
             if value is level:
                 return level
             if isinstance(value, str) and value.strip().upper() == level.name:
-                return level
-            if isinstance(value, int) and not isinstance(value, bool) and value == level.value:
                 return level
         names = ", ".join(level.name for level in cls)
         raise ConfigError(option, value, "is not a level", f"use one of {names}")

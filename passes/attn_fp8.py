@@ -99,7 +99,7 @@ class AttnQuantFusionPass:
 
     def uuid(self) -> str:
         """Identifies this version of the rewrite."""
-        return "attn_fp8-1"
+        return "attn_fp8-2"
 
     def _fuse(self, match: Attention, order: Mapping[torch.fx.Node, int]) -> None:
         graph, quantised = match.node.graph, match.quantised

@@ -8,9 +8,10 @@ What counts as one, for `x` of any dtype; everything but the largest element is 
 - *per token*: `scale = (x.abs().amax(-1, keepdim=True).float() / 448).clamp(min=least)`;
 - *per tensor*: the same with `x.abs().amax()` or `x.abs().max()`.
 
-`least` may be absent, or stand inside the division. Instead of a division there may be a product:
-with a static scale that is an inverse already, or with `scale.reciprocal()` of a dynamic one.
-This file knows nothing of what made `x`.
+`least` may be absent, or stand inside the division. Limits may be two calls, and the largest of a
+row the values of `max(-1, keepdim=True)`, or of either without `keepdim` before `unsqueeze(-1)`.
+Instead of a division there may be a product: with a static scale that is an inverse already, or
+with `scale.reciprocal()` of a dynamic one. This file knows nothing of what made `x`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from passes.matching import (
     has_sizes,
     in_float32,
     is_number,
+    largest_of_rows,
     product,
     quotient,
-    reduced,
     single,
     tensor_of,
 )
@@ -82,7 +83,7 @@ def quantisation(node: torch.fx.Node) -> Quantisation | None:
     """The quantisation that ends with this node."""
     cut = cast(node) if dtype_of(node) is FP8 else None
     limits = clamped(cut)
-    if limits is None or cut is None or limits[1:] != (-FP8_MAX, FP8_MAX):
+    if limits is None or limits[1:3] != (-FP8_MAX, FP8_MAX):
         return None
     scaled = limits[0]
     division = quotient(scaled)
@@ -96,7 +97,7 @@ def quantisation(node: torch.fx.Node) -> Quantisation | None:
     source, casts = _before_cast(wide)
     if source is None or not has_sizes(_value(source), _value(scaled).shape):
         return None
-    inner = {cut, scaled, *casts}
+    inner = {*limits[3], scaled, *casts}
     return _dynamic(node, source, scale, inner, multiplies=division is None) or _static(
         node, source, scale, inner, multiplies=division is None
     )
@@ -177,8 +178,7 @@ def _scale_of_largest(
         division = quotient(divided)
         if least is None or division is None or not _is_max(division[1]):
             return None
-        between = {scale, divided}
-        return division[0], least, between
+        return division[0], least, {*limits[3], divided}
     division = quotient(scale)
     if division is None or not _is_max(division[1]):
         return None
@@ -190,10 +190,10 @@ def _scale_of_largest(
         return None
     # Division rounds in order, so the limit may as well be divided.
     divided_least = float(torch.tensor(least) / FP8_MAX)
-    return limits[0], divided_least, {scale, division[0]}
+    return limits[0], divided_least, {scale, *limits[3]}
 
 
-def _least(limits: tuple[torch.fx.Node, Any, Any]) -> float | None:
+def _least(limits: tuple[torch.fx.Node, Any, Any, Any]) -> float | None:
     least = limits[1]
     return float(least) if limits[2] is None and is_number(least) and least >= 0 else None
 
@@ -210,12 +210,12 @@ def _largest(
     if widened is None:
         return None
     taken, inner = widened[0], set(widened[1])
-    per_token = reduced(taken, "amax")
-    magnitudes = per_token or single(taken, "amax", "max")
+    per_token = largest_of_rows(taken)
+    magnitudes = single(taken, "amax", "max") if per_token is None else per_token[0]
     source = single(magnitudes, "abs", "absolute")
     if magnitudes is None or source is None:
         return None
-    inner |= {taken, magnitudes}
+    inner |= {taken, magnitudes, *(() if per_token is None else per_token[1])}
     wide = cast(source)
     # The largest element is the same in either dtype.
     if wide is not None and dtype_of(source) is torch.float32 and dtype_of(wide) in FLOATS:

@@ -95,14 +95,42 @@ def in_float32(node: Any) -> tuple[torch.fx.Node, frozenset[torch.fx.Node]] | No
     return (source, frozenset({node})) if source is not None and is_float else (node, frozenset())
 
 
-def clamped(node: Any) -> tuple[torch.fx.Node, Any, Any] | None:
-    """What is cut to a range, and the range's numbers; None for an open end."""
-    if not isinstance(node, torch.fx.Node) or called(node) not in ("clamp", "clip", "clamp_min"):
+def clamped(
+    node: Any,
+) -> tuple[torch.fx.Node, Any, Any, frozenset[torch.fx.Node]] | None:
+    """What is cut to a range, the range's numbers, None for an open end, and the nodes that cut.
+
+    A limit on one side may be behind one on the other side: the range is the same in either order.
+    """
+    outer = _clamped_once(node)
+    inner = None if outer is None else _clamped_once(outer[0])
+    if outer is None:
         return None
-    given = dict(zip(("source", "min", "max"), node.args, strict=False))
+    if inner is not None:
+        source, (low, high) = inner[0], inner[1:]
+        is_split = (low, outer[2]) == (None, None) or (high, outer[1]) == (None, None)
+        least, most = (outer[1], high) if low is None else (low, outer[2])
+        if is_split and is_number(least) and is_number(most) and least <= most:
+            return source, least, most, frozenset({node, outer[0]})
+    return *outer, frozenset({node})
+
+
+_CLAMPS = {
+    "clamp": ("min", "max"),
+    "clip": ("min", "max"),
+    "clamp_min": ("min",),
+    "clamp_max": ("max",),
+}
+
+
+def _clamped_once(node: Any) -> tuple[torch.fx.Node, Any, Any] | None:
+    if not isinstance(node, torch.fx.Node) or called(node) not in _CLAMPS:
+        return None
+    limits = _CLAMPS[str(called(node))]
+    given = dict(zip(("source", *limits), node.args, strict=False))
     given.update(node.kwargs)
     source = given.pop("source", None)
-    if not isinstance(source, torch.fx.Node) or not given.keys() <= {"min", "max"}:
+    if not isinstance(source, torch.fx.Node) or not given.keys() <= {*limits}:
         return None
     return source, given.get("min"), given.get("max")
 
@@ -112,18 +140,55 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def reduced(node: Any, *names: str) -> torch.fx.Node | None:
-    """What a call by one of these names reduces over the last dimension, keeping it at size 1."""
+def reduced(node: Any, *names: str, keeps: bool = True) -> torch.fx.Node | None:
+    """What a call by one of these names reduces over the last dimension.
+
+    Args:
+        node: of the call.
+        names: of the calls.
+        keeps: whether the dimension is kept at size 1, or left out.
+    """
     if not isinstance(node, torch.fx.Node) or called(node) not in names:
         return None
     given = dict(zip(("source", "dim", "keepdim"), node.args, strict=False))
     given.update(node.kwargs)
     source, dim = given.pop("source", None), given.pop("dim", None)
     value = tensor_of(source)
-    if value is None or given != {"keepdim": True} or not isinstance(source, torch.fx.Node):
+    if value is None or given.pop("keepdim", False) is not keeps or given:
+        return None
+    if not isinstance(source, torch.fx.Node):
         return None
     dims = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
     return source if dims in ((-1,), (value.dim() - 1,)) else None
+
+
+def largest_of_rows(node: Any) -> tuple[torch.fx.Node, frozenset[torch.fx.Node]] | None:
+    """What a node has the largest of each row of, as a column, and the nodes that take it.
+
+    `x.amax(-1, keepdim=True)`, the values of `x.max(-1, keepdim=True)`, or either of them without
+    that option and `unsqueeze(-1)` behind.
+    """
+    taken = _largest_of_rows(node, keeps=True)
+    if taken is not None:
+        return taken
+    column = operands(node, "unsqueeze")
+    if column is None or column[1] != -1:
+        return None
+    taken = _largest_of_rows(column[0], keeps=False)
+    return None if taken is None else (taken[0], taken[1] | {node})
+
+
+def _largest_of_rows(
+    node: Any, *, keeps: bool
+) -> tuple[torch.fx.Node, frozenset[torch.fx.Node]] | None:
+    source = reduced(node, "amax", keeps=keeps)
+    if source is not None:
+        return source, frozenset({node})
+    values = operands(node, "getitem")
+    if values is None or values[1] != 0:
+        return None
+    source = reduced(values[0], "max", keeps=keeps)
+    return None if source is None else (source, frozenset({node, values[0]}))
 
 
 def keeps_rows(node: torch.fx.Node) -> torch.fx.Node | None:

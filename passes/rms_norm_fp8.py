@@ -79,7 +79,7 @@ class RMSNormFp8Pass:
 
     def uuid(self) -> str:
         """Identifies this version of the rewrite."""
-        return "rms_norm_fp8-1"
+        return "rms_norm_fp8-2"
 
 
 def _fuse_at(node: torch.fx.Node, found: Found, memory: Memory) -> set[int | None]:

@@ -42,7 +42,7 @@ class SiluMulFp8Pass:
 
     def uuid(self) -> str:
         """Identifies this version of the rewrite."""
-        return "silu_mul_fp8-1"
+        return "silu_mul_fp8-2"
 
 
 def _fuse_at(node: torch.fx.Node, found: Found, memory: Memory) -> set[int | None]:

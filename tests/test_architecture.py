@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("compile_backend", "passes")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-PAGES = [ROOT / "docs" / name for name in ("runner.md", "attention-backends.md")]
+_NAMES = ("runner.md", "attention-backends.md", "options.md", "how-it-works.md")
+PAGES = [ROOT / "docs" / name for name in _NAMES]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 README = ROOT / "README.md"
 MAX_LINES = {"serve_prompts.py": 160, "tensor_parallel.py": 100}

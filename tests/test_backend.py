@@ -444,7 +444,7 @@ def test_after_an_error_in_its_warm_up_a_key_is_still_captured():
         ({"pass_config": {"enable_async_tp": True}}, "needs enable_sequence_parallelism"),
         ({"use_inductor_graph_partition": True}, "piece_compiler='eager' has no Inductor"),
         ({"strict": True, "cudagraph_mode": "PIECEWISE", "splitting_ops": []}, "nothing is split"),
-        ({"describe_batch": lambda _: 4}, "is not a batch descriptor; return a BatchDescriptor"),
+        ({"describe_batch": lambda _: 4}, "is no BatchDescriptor; return a BatchDescriptor"),
     ],
     ids=[
         *("unknown", "mode", "sizes", "op", "pass", "contradiction", "strict"),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from compile_backend.cache import ArtefactCache, cache_directory
 from compile_backend.cli import main
+from compile_backend.errors import ConfigError
 from compile_backend.llm import comparison
 from compile_backend.llm.comparison import Comparison
 from compile_backend.llm.generate import Generation
@@ -331,6 +333,40 @@ def test_bench_that_cannot_be(
     shown = capsys.readouterr()
     assert text in shown.err
     assert shown.out == ""
+
+
+def test_bench_makes_the_directory_of_its_results_or_refuses_it_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = []
+    (tmp_path / "file").touch()
+    (tmp_path / "taken.md").mkdir()
+    readonly = tmp_path / "readonly"
+    readonly.mkdir(mode=0o500)
+
+    def measures(*_: object, **__: object) -> None:
+        measured.append(True)
+        raise ConfigError("suite", None, "has begun", "end here")
+
+    refused = {
+        "/proc/none/tiny": "cannot be written: No such file or directory: ",
+        str(tmp_path / "file" / "tiny"): "cannot be written: ",
+        str(tmp_path / "taken"): "cannot be written, since ",
+        "": "--out='.' names no file",
+    }
+    if os.geteuid():  # root may write anywhere
+        refused[str(readonly / "tiny")] = "cannot be written: Permission denied: "
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compile_backend.bench.suite.run_suite", measures)
+        for out, text in refused.items():
+            assert main([*_QUICK_BENCH, "--out", out]) == 2
+            told = " ".join(capsys.readouterr().err.split())
+            assert text.strip() in told
+            assert "; name a file in a directory that you may write to" in told
+        assert not measured
+        assert main([*_QUICK_BENCH, "--out", str(tmp_path / "new" / "deeper" / "tiny")]) == 2
+    assert measured
+    assert list((tmp_path / "new" / "deeper").iterdir()) == []
 
 
 def test_module_is_the_command() -> None:

@@ -85,6 +85,21 @@ def test_what_is_no_batch_is_refused(mode, batch):
     assert current_forward_context() is None
 
 
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (BatchDescriptor(3, 4, uniform=True), "num_reqs=4 is more than num_tokens=3"),
+        (BatchDescriptor(5, 2, uniform=True), "uniform=True contradicts num_tokens=5"),
+        (BatchDescriptor("4", 4), "num_tokens='4' is no integer"),  # type: ignore[arg-type]
+    ],
+)
+@pytest.mark.parametrize("mode", [NONE, FULL])
+def test_a_batch_that_cannot_be_is_refused(mode, batch, message):
+    with pytest.raises(ConfigError, match=message):
+        set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=batch).__enter__()
+    assert current_forward_context() is None
+
+
 @pytest.mark.parametrize("mode", [PIECEWISE, FULL])
 def test_a_mode_with_graphs_needs_its_batch(mode):
     with pytest.raises(ConfigError, match=r"batch_descriptor=None is missing for mode"):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,7 +74,8 @@ def batches(draw: st.DrawFn, query_len: int, max_loras: int) -> BatchDescriptor:
         st.one_of(st.just(num_reqs * query_len), st.integers(num_reqs, num_reqs * most))
     )
     count = draw(st.integers(0, max_loras))
-    return BatchDescriptor(num_tokens, num_reqs, draw(st.booleans()), count > 0, count)
+    is_uniform = draw(st.booleans()) and num_tokens % max(1, num_reqs) == 0
+    return BatchDescriptor(num_tokens, num_reqs, is_uniform, count > 0, count)
 
 
 def all_keys(dispatcher: CudagraphDispatcher) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
@@ -473,11 +475,42 @@ def test_nothing_can_be_asked_before_there_are_keys():
         BatchDescriptor(100, 101),
         BatchDescriptor(2, -1),
         BatchDescriptor(2, 1, num_active_loras=-1),
+        BatchDescriptor(3, 4, uniform=True),
+        BatchDescriptor(5, 2, uniform=True),
+        BatchDescriptor(2.0, 1),
+        BatchDescriptor(2, 1, uniform="no"),
+        (2, 1),
     ],
 )
-def test_contradictory_batches_are_refused(batch):
-    with pytest.raises(ValueError, match="contradictory"):
-        dispatcher_of(FULL, cudagraph_capture_sizes=SIZES).dispatch(batch)
+@pytest.mark.parametrize("highest_mode", [None, PIECEWISE, NONE])
+def test_contradictory_batches_are_refused_at_every_mode(batch, highest_mode):
+    dispatcher = dispatcher_of(FULL_AND_PIECEWISE, cudagraph_capture_sizes=SIZES)
+    with pytest.raises(ConfigError, match=r" is | contradicts "):
+        dispatcher.dispatch(batch, highest_mode=highest_mode)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"all_decode": "no"}, "all_decode='no' is no bool; use True or False, or None"),
+        ({"all_decode": 0}, "all_decode=0 is no bool; use True or False, or None"),
+        ({"use_cascade_attn": "no"}, "use_cascade_attn='no' is no bool; use True or False"),
+        ({"use_cascade_attn": None}, "use_cascade_attn=None is no bool; use True or False"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("batch", [decode(2), BatchDescriptor(99, 3)])
+def test_flags_that_are_no_bools_are_refused(flags, message, batch):
+    dispatcher = dispatcher_of(FULL_AND_PIECEWISE, cudagraph_capture_sizes=SIZES)
+    with pytest.raises(ConfigError) as caught:
+        dispatcher.dispatch(batch, **flags)
+    assert str(caught.value) == message
+
+
+def test_flags_of_numpy_are_flags():
+    dispatcher = dispatcher_of(FULL_AND_PIECEWISE, cudagraph_capture_sizes=SIZES)
+    for flags in ({"all_decode": np.bool_(False)}, {"use_cascade_attn": np.bool_(True)}):
+        assert dispatcher.dispatch(decode(2), **flags)[0] is PIECEWISE
 
 
 @pytest.mark.parametrize(

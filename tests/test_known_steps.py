@@ -25,6 +25,7 @@ from compile_backend import CUDAGraphMode, shortcuts
 from compile_backend.attention.builder import AttentionBatch, AttentionMetadataBuilder
 from compile_backend.attention.sdpa import SdpaAttention
 from compile_backend.attention.spec import CacheFormat
+from compile_backend.errors import ConfigError
 from compile_backend.known_steps import _MOST_KNOWN, KnownSteps
 from compile_backend.runner import GraphModelRunner
 from compile_backend.runner_batch import Batch
@@ -175,6 +176,32 @@ def test_a_batch_that_asks_for_more_is_left_to_the_general_code(
         runner.run(dataclasses.replace(batch, **facts))
     runner.run(batch)
     assert told == [False, True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("all_decode", "no"),
+        ("all_decode", 0),
+        ("use_cascade_attn", 0),
+        ("use_cascade_attn", None),
+        ("num_active_loras", False),
+        ("num_active_loras", 0.0),
+        ("extra", []),
+        ("extra", ""),
+    ],
+)
+@pytest.mark.parametrize("form", [list, np.array])
+def test_a_field_of_another_type_is_refused_at_first_and_at_known_steps(
+    field: str, value: Any, form: Any
+) -> None:
+    runner = simple_runner(lambda x: x + 1)
+    batch = Batch(query_lens=form([1, 1]), inputs={"x": form([5, 6])})
+    for _ in range(3):
+        with pytest.raises(ConfigError) as caught:
+            runner.run(dataclasses.replace(batch, **{field: value}))
+        assert (caught.value.option, caught.value.value) == (field, value)
+        assert runner.run(batch).tolist() == [6, 7]
 
 
 def test_a_lower_mode_is_no_known_step() -> None:

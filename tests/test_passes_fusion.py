@@ -73,6 +73,14 @@ STATIC_FORMS = {
     "limits of finfo": lambda x, s: (
         (x.float() / s).clamp(torch.finfo(FP8).min, torch.finfo(FP8).max).to(FP8)
     ),
+    "torch.clip": lambda x, s: torch.clip(x.float() / s, -448, 448).to(FP8),
+    "one limit behind the other": lambda x, s: (
+        (x.float() / s).clamp(min=-448).clamp(max=448).to(FP8)
+    ),
+    "the upper limit first": lambda x, s: (x.float() / s).clamp(max=448).clamp(-448).to(FP8),
+    "limits by functions of their own": lambda x, s: torch.clamp_max(
+        torch.clamp_min(x.float() / s, -448), 448
+    ).to(FP8),
     "one element": lambda x, s: cut(x.float() / s.view(1)),
     "one element widens by itself": lambda x, s: cut(x / s.view(1)),
 }
@@ -102,6 +110,17 @@ TOKEN_FORMS = {
     "functions of torch": lambda x: _dynamic(
         x, torch.clamp(torch.amax(torch.abs(x), -1, keepdim=True).float() / 448, min=1e-12)
     ),
+    "values of max": lambda x: _dynamic(
+        x, (x.abs().max(-1, keepdim=True).values.float() / 448).clamp(min=1e-12)
+    ),
+    "first of torch.max": lambda x: _dynamic(
+        x, torch.max(x.abs(), dim=-1, keepdim=True)[0].float() / 448
+    ),
+    "values of max, wide": lambda x: _dynamic(x, x.float().abs().max(-1, True)[0] / 448),
+    "values of max, as a column": lambda x: _dynamic(
+        x, (x.abs().max(-1).values.unsqueeze(-1).float() / 448).clamp_min(1e-12)
+    ),
+    "amax, as a column": lambda x: _dynamic(x, x.abs().amax(dim=-1).unsqueeze(-1).float() / 448),
     "by the reciprocal": lambda x: _dynamic(x, per_token(x), multiplies=True),
     "1 by the scale": lambda x: (
         cut(x.float() * (1.0 / (scale := per_token(x)))),
@@ -197,6 +216,21 @@ def test_dtypes_and_shapes(producer, dtype, kind, dynamic):
     assert len(fused_ops(graph)) == 1
 
 
+OTHER_WAYS = ("max", "amax, as", "clip", "behind the other", "upper", "functions of")
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if any(w in form for w in OTHER_WAYS)])
+def test_other_ways_give_the_same_for_zeros_infinities_and_no_numbers(form):
+    def layer(a, b, weight, scale):
+        return FORMS[form][0](gated(a, b), scale)
+
+    a, b, weight, scale = inputs_of(torch.float32, 6)
+    for row, value in enumerate((0.0, -0.0, float("inf"), float("-inf"), float("nan"))):
+        a[row, 3] = b[row, 3] = value
+    a[5] = 0
+    assert rewritten(layer, SiluMulFp8Pass(), a, b, weight, scale)[0] == 1
+
+
 def test_layers_with_scales_of_their_own_are_fused_together():
     def layers(a, b, weight, scale):
         made = norm(a, weight)
@@ -256,6 +290,15 @@ NOT_QUANTISED = {
     "another limit": lambda x, s: (x.float() / s).clamp(-240, 240).to(FP8),
     "half a limit": lambda x, s: (x.float() / s).clamp(max=448).to(FP8),
     "no limit": lambda x, s: (x.float() / s).to(FP8),
+    "a third limit": lambda x, s: (
+        (x.float() / s).clamp(min=-448).clamp(max=448).clamp(max=100).to(FP8)
+    ),
+    "a tighter limit behind": lambda x, s: (x.float() / s).clamp(-448, 448).clamp(max=9).to(FP8),
+    "limits that cross": lambda x, s: (x.float() / s).clamp(min=448).clamp(max=-448).to(FP8),
+    "only lower limits": lambda x, s: (x.float() / s).clamp(min=-448).clamp(min=448).to(FP8),
+    "a limit that is a tensor": lambda x, s: (
+        (x.float() / s).clamp(min=-448).clamp(max=s * 448).to(FP8)
+    ),
     "another 8-bit dtype": lambda x, s: (x.float() / s).clamp(-448, 448).to(torch.float8_e5m2),
     "divided in 16 bits": lambda x, s: cut(x / s),
     "a scale for each column": lambda x, s: cut(x.float() / (s + torch.ones(SIZE))),
@@ -269,6 +312,13 @@ NOT_DYNAMIC = {
     "largest of each column": lambda x, s: _dynamic(
         x, x.abs().amax(0, keepdim=True).float() / 448
     ),
+    "largest of each column, by max": lambda x, s: _dynamic(
+        x, x.abs().max(0, keepdim=True).values.float() / 448
+    ),
+    "where the largest is": lambda x, s: _dynamic(
+        x, x.abs().max(-1, keepdim=True).indices.float() / 448
+    ),
+    "smallest": lambda x, s: _dynamic(x, x.abs().min(-1, keepdim=True).values.float() / 448),
     "largest, not magnitude": lambda x, s: _dynamic(x, x.amax(-1, keepdim=True).float() / 448),
     "another constant": lambda x, s: _dynamic(x, x.abs().amax(-1, keepdim=True).float() / 240),
     "times the inverse": lambda x, s: _dynamic(
@@ -380,6 +430,14 @@ READ_BY_OTHERS = {
         _dynamic(n, per_token(n)),
     ),
     "what is scaled": lambda a, b, w, s: (cut(y := norm(a, w).float() / s), y),
+    "where the largest is": lambda a, b, w, s: (
+        _dynamic(n := gated(a, b), (found := n.abs().max(-1, keepdim=True)).values.float() / 448),
+        found.indices,
+    ),
+    "what is cut on one side": lambda a, b, w, s: (
+        (low := (gated(a, b).float() / s).clamp(min=-448)).clamp(max=448).to(FP8),
+        low,
+    ),
     "the gated": lambda a, b, w, s: (_quantised(n := gated(a, b), s), n),
     "the gate": lambda a, b, w, s: (_quantised((g := torch.nn.functional.silu(a)) * b, s), g),
 }
@@ -500,7 +558,9 @@ def test_a_fusion_that_matched_nothing_says_so():
     (graph,) = explain(
         lambda x: torch.ops.toy.attn_new(x).relu(), torch.ones(3, 10), options=options
     ).graphs
-    assert "enable_fusion was asked for and changed nothing in this graph" in graph.notes
+    (note,) = [note for note in graph.notes if "changed nothing" in note]
+    assert note.startswith("enable_fusion was asked for and changed nothing in this graph; write ")
+    assert note.endswith("see docs/how-it-works.md, Quantisations that fuse")
     assert (graph.passes["rms_norm_fp8"], graph.passes["silu_mul_fp8"]) == (0, 0)
 
 

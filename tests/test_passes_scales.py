@@ -55,4 +55,4 @@ def test_a_static_scale_is_one_float32_that_makes_the_quotient_float32(
     (graph,) = explain(layer, gate, up, by, options=options).graphs
     expected = dtype is torch.float32 if fuses == "float32 only" else fuses
     assert graph.passes["silu_mul_fp8"] == int(expected)
-    assert (IDLE in graph.notes) is not expected
+    assert any(note.startswith(IDLE) for note in graph.notes) is not expected

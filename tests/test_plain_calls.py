@@ -43,16 +43,17 @@ def test_the_first_tensor_of_the_caller_tells(tensor, expected):
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (4, "is not a batch descriptor"),
-        (None, "is not a batch descriptor"),
-        ((4, 4), "is not a batch descriptor"),
-        (BatchDescriptor(4.0, 4), "something else than integers"),  # type: ignore[arg-type]
-        (BatchDescriptor(torch.tensor(4), 4), "something else than integers"),  # type: ignore[arg-type]
-        (BatchDescriptor(4, True), "something else than integers"),
-        (BatchDescriptor(4, 4, 1), "a flag that is no bool"),  # type: ignore[arg-type]
-        (BatchDescriptor(4, 4, extra=["flag"]), "an extra that is no tuple"),  # type: ignore[arg-type]
-        (BatchDescriptor(4, 5), "more requests than tokens"),
-        (BatchDescriptor(4, -1), "more requests than tokens"),
+        (4, "is no BatchDescriptor"),
+        (None, "is no BatchDescriptor"),
+        ((4, 4), "is no BatchDescriptor"),
+        (BatchDescriptor(4.0, 4), "num_tokens=4.0 is no integer"),  # type: ignore[arg-type]
+        (BatchDescriptor(torch.tensor(4), 4), r"num_tokens=tensor\(4\) is no integer"),  # type: ignore[arg-type]
+        (BatchDescriptor(4, True), "num_reqs=True is no integer"),
+        (BatchDescriptor(4, 4, 1), "uniform=1 is no bool"),  # type: ignore[arg-type]
+        (BatchDescriptor(4, 4, extra=["flag"]), "extra=.* is no tuple"),  # type: ignore[arg-type]
+        (BatchDescriptor(4, 5), "num_reqs=5 is more than num_tokens=4"),
+        (BatchDescriptor(4, -1), "num_reqs=-1 is too small"),
+        (BatchDescriptor(5, 2, uniform=True), "uniform=True contradicts num_tokens=5"),
     ],
     ids=str,
 )

@@ -45,13 +45,16 @@ def plan_of(function: Any, *args: Any, dynamic: bool | None = None, **options: A
         ),
         ({"attention_support": {FUNCTIONAL: "ALWAYS"}}, []),
         ({"attention_support": {"torch.*": "ALWAYS"}}, []),
-        ({"attention_support": {"toy::attn_new": 3}}, ["attention_support: nothing that splits"]),
         (
-            {"attention_support": {"toy::attn_new": 3}, "splitting_ops": ["toy::attn_new"]},
+            {"attention_support": {"toy::attn_new": "ALWAYS"}},
+            ["attention_support: nothing that splits"],
+        ),
+        (
+            {"attention_support": {"toy::attn_new": "ALWAYS"}, "splitting_ops": ["toy::attn_new"]},
             [],
         ),
         (
-            {"attention_support": {"flash_attn_2": 2, FUNCTIONAL: 0}},
+            {"attention_support": {"flash_attn_2": "UNIFORM_BATCH", FUNCTIONAL: "NEVER"}},
             ["this graph is called flash_attn_2; check"],
         ),
     ],

@@ -362,7 +362,18 @@ def test_weights_bound_anew_are_seen(
         loop.step([(request, 2)])
         loop.step([(request, 1)])
     told = [record for record in caplog.records if "another address" in record.message]
-    assert 1 <= len(told) <= 2  # the runner, and the compiled graph at PIECEWISE
+    assert len(told) == 1  # by the runner, and not again by the compiled graph at PIECEWISE
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+def test_a_lower_mode_is_told_once_by_model_and_runner(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"attention_support": {"cudagraph_modes::attention": "NEVER"}}
+    loop = make_loop(mode, compile_options={"cudagraph_mode": mode, **options}, **options)
+    told = [record.message for record in caplog.records if " becomes " in record.message]
+    assert len(told) == len(set(told)) >= 1
+    assert loop.runner.report().mode_resolved == "PIECEWISE"
 
 
 @pytest.mark.gpu
@@ -440,6 +451,16 @@ def test_run_before_capture_is_refused() -> None:
         ({"query_lens": [1, 0]}, "a request without tokens"),
         ({"query_lens": [1] * 9}, "above the limits"),
         ({"query_lens": 1}, "one number for each request"),
+        ({"query_lens": [[1], [1, 2]]}, "query_lens has rows of different lengths; give one"),
+        ({"query_lens": torch.ones(1, device="meta")}, "query_lens cannot be read: .*; give num"),
+        (
+            {"inputs": {"tokens": [[1], [1, 2]], "positions": [0], "last": [0]}},
+            "input 'tokens' has rows of different lengths; fill the shorter ones up",
+        ),
+        (
+            {"inputs": {"tokens": torch.ones(1, device="meta"), "positions": [0], "last": [0]}},
+            "input 'tokens' is a tensor on the device meta, which holds no numbers",
+        ),
         ({"query_lens": [[1]]}, "one number for each request"),
         ({"attention": None}, "brings no attention"),
         ({"inputs": {"tokens": [1]}}, "input_spec names"),
@@ -448,6 +469,9 @@ def test_run_before_capture_is_refused() -> None:
         ({"attention": {"seq_lens": [1]}}, r"attention is \{'seq_lens': \[1\]\}; give AttentionB"),
         ({"attention": [1], "all_decode": True}, r"attention is \[1\]; give AttentionBatch\("),
         ({"num_active_loras": "1"}, "num_active_loras='1' is no integer"),
+        ({"all_decode": "no"}, "all_decode='no' is no bool; use True or False, or None"),
+        ({"use_cascade_attn": "no"}, "use_cascade_attn='no' is no bool; use True or False"),
+        ({"extra": "flag"}, "extra='flag' is no tuple; use a tuple of hashable values"),
         ({"inputs": {"tokens": [1, 2], "positions": [0], "last": [0]}}, "'tokens' has shape"),
     ],
 )
@@ -558,6 +582,13 @@ def test_outputs_of_another_shape_than_was_said_are_refused(
         ({"input_spec": {"tokens": INPUTS[0]}}, "must be a list of InputSpec"),
         ({"input_spec": ["tokens"]}, "holds str, which is no InputSpec"),
         ({"input_spec": [*INPUTS, None]}, "holds NoneType, which is no InputSpec"),
+        ({"input_spec": ()}, r"input_spec=\(\) is empty, and nothing else tells the model"),
+        ({"input_spec": []}, r"input_spec=\[\] is empty, and nothing else tells the model"),
+        (
+            {"max_num_seqs": 8, "max_num_batched_tokens": 7},
+            "max_num_batched_tokens=7 is below max_num_seqs=8, .*; use 8 or more, or lower max_",
+        ),
+        ({"max_num_seqs": 8193}, "max_num_batched_tokens=8192 is below max_num_seqs=8193"),
         ({"output_shape": Dim.NUM_REQS}, "output_shape=NUM_REQS must be a tuple of sizes"),
         ({"output_shape": "num_reqs"}, "output_shape='num_reqs' must be a tuple of sizes"),
         ({"output_shape": None}, "output_shape=None must be a tuple of sizes"),

@@ -488,9 +488,9 @@ def test_control_flow_that_depends_on_the_size() -> None:
     ("limits", "sizes", "expected"),
     [
         ((1, 64), [1, 2, 4], {"FULL": [1, 1], "NONE": [5]}),
-        ((8, 1), [1], {"FULL": [1, 1], "PIECEWISE": [1]}),
+        ((1, 1), [1], {"FULL": [1, 1], "PIECEWISE": [1]}),
         ((8, 64), [64], {"FULL": [8, 8], "PIECEWISE": [64]}),
-        ((8, 2), [1, 2, 4, 8], {"FULL": [1, 2], "PIECEWISE": [2]}),
+        ((2, 2), [1, 2, 4, 8], {"FULL": [1, 2], "PIECEWISE": [2]}),
         ((8, 8), [16, 32], {"FULL": [8, 8], "PIECEWISE": [16]}),
     ],
 )
@@ -518,6 +518,9 @@ def test_a_batch_of_exactly_the_limits_and_an_empty_one(mode: str) -> None:
         attention=AttentionBatch(seq_lens=[], block_table=np.zeros((0, 12), np.int32)),
     )
     assert loop.runner.run(nobody).shape == (0, VOCABULARY)
+    for lacking in ({"inputs": {}}, {"attention": None}, {"inputs": {}, "attention": None}):
+        with pytest.raises(ValueError, match=r"has no requests: .*; leave the step out, or"):
+            loop.runner.run(dataclasses.replace(nobody, **lacking))
     loop.step([(request, 1) for request in requests])
     loop.step([(requests[0], 6), *((request, 1) for request in requests[1:5])])
 
@@ -642,7 +645,7 @@ def test_adapters_have_keys_of_their_own(specialize: bool) -> None:
     }
     expected = {("FULL", n): 1 for n in range(4)} if specialize else {("FULL", 3): 4}
     assert keys == {**expected, ("NONE", 4): 1}
-    with pytest.raises(ValueError, match="num_active_loras >= 0"):
+    with pytest.raises(ValueError, match="num_active_loras=-1 is too small"):
         runner.run(rows(2, num_active_loras=-1))
 
 
@@ -742,6 +745,8 @@ def test_a_refused_step_leaves_the_cache_and_the_next_step_alone() -> None:
         ({"seq_lens": [0, 3]}, "none may be below query_lens"),
         ({"block_table": [[0]]}, "block_table has shape"),
         ({"block_table": [[0], [0, 1]]}, "rows of different lengths"),
+        ({"block_table": torch.zeros(2, 2, device="meta")}, "block_table cannot be read: "),
+        ({"seq_lens": torch.zeros(2, device="meta")}, "seq_lens cannot be read: "),
         ({"block_table": [[-1] * 12] * 2}, "block_table holds -1"),
         ({"block_table": [[64] * 12] * 2}, "the cache has 0 to 63"),
         ({"block_table": [[], []]}, "has 0 columns"),

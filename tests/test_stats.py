@@ -8,7 +8,7 @@ import pytest
 import torch
 from toy import FULL, NONE, PIECEWISE, Twin, compiled, counts, rows, toy_model, toy_options
 
-from compile_backend import BatchDescriptor, ConfigError, stats
+from compile_backend import BatchDescriptor, ConfigError, reset, stats
 from compile_backend.stats import GraphStats, KeyStats, Report, added_rows
 
 KEY = BatchDescriptor(4, 4)
@@ -137,22 +137,39 @@ def test_calls_that_need_gradients_are_counted():
 
 @pytest.mark.parametrize("other", [toy_model(), lambda x: x, None, 3])
 def test_what_was_not_compiled_has_no_report(other):
-    with pytest.raises(ConfigError, match=r"was not made by torch.compile; pass what"):
+    with pytest.raises(ConfigError, match=r"was not compiled by torch.compile; pass what"):
         stats(other)
 
 
 def test_a_model_that_was_not_compiled_is_named_by_its_class():
-    with pytest.raises(ConfigError, match=r"^compiled=<ToyModel> was not made by torch.compile"):
+    with pytest.raises(
+        ConfigError, match=r"^compiled=<ToyModel> was not compiled by torch.compile"
+    ):
         stats(toy_model())
 
 
-def test_what_another_backend_compiled_has_an_empty_report_or_none():
-    run = torch.compile(lambda x: x + 1, backend="eager")
-    run(rows(4))
-    try:
-        assert stats(run).graphs == 0
-    except ConfigError as error:
-        assert "cudagraph_modes" in str(error)  # noqa: PT017
+def _own_backend(graph, _):
+    return graph.forward
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [("eager", "eager"), ("inductor", "inductor"), (_own_backend, "_own_backend")],
+)
+@pytest.mark.parametrize("ask", [stats, reset])
+def test_what_another_backend_compiled_is_named_with_it(ask, backend, name):
+    run = torch.compile(lambda x: x + 1, backend=backend)
+    text = f"was not compiled by this backend, but by '{name}'; pass what torch"
+    with pytest.raises(ConfigError, match=text):
+        ask(run)
+    module = toy_model()
+    module.compile(backend=backend)
+    with pytest.raises(ConfigError, match=f"^compiled=<.*> {text}"):
+        ask(module)
+
+
+def test_what_was_not_called_yet_has_an_empty_report():
+    assert stats(compiled(lambda x: x + 1)).graphs == 0
 
 
 def test_two_equal_models_have_their_own_reports():

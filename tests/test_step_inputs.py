@@ -432,6 +432,24 @@ def test_what_is_no_number_is_refused_by_its_name(value: Any, dtype: torch.dtype
         held.put(held.layout(1, 1).places["x"], value, 1)
 
 
+UNREADABLE = [
+    ([[1], [1, 2]], "has rows of different lengths; fill the shorter ones up, with 0"),
+    ([[1, 2], [3]], "has rows of different lengths; fill the shorter ones up, with 0"),
+    (torch.empty(2, device="meta"), "is a tensor on the device meta, which holds no numbers"),
+    ([torch.empty(1, device="meta")] * 2, "cannot be read: .*; give numbers that lie on the host"),
+    (torch.ones(2).to_sparse(), r"of another kind \(torch.sparse_coo\); give a dense one"),
+    (None, "give numbers"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize(("value", "message"), UNREADABLE, ids=range(len(UNREADABLE)))
+def test_what_cannot_be_read_is_named(value: Any, message: str, dtype: torch.dtype) -> None:
+    held = step_inputs(InputSpec("x", (TOKENS,), dtype))
+    with pytest.raises(ValueError, match=f"^input 'x' .*{message}"):
+        held.put(held.layout(2, 1).places["x"], value, 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
 def test_arrays_may_have_any_order_of_bytes_and_rows(dtype: torch.dtype) -> None:
     held = step_inputs(InputSpec("x", (TOKENS,), dtype))

@@ -30,12 +30,12 @@ def test_levels_are_ordered_as_their_numbers(one, other):
 
 
 @pytest.mark.parametrize("level", AttentionCGSupport)
-def test_a_level_is_parsed_from_name_number_and_member(level):
-    for written in (level, level.name, level.name.lower(), level.value):
+def test_a_level_is_parsed_from_name_and_member(level):
+    for written in (level, level.name, level.name.lower()):
         assert AttentionCGSupport.parse(written) is level
 
 
-@pytest.mark.parametrize("written", ["SOMETIMES", 4, -1, True, None, 2.0])
+@pytest.mark.parametrize("written", ["SOMETIMES", "3", 3, 0, 4, -1, True, None, 2.0])
 def test_what_is_no_level_is_refused_with_the_names(written):
     with pytest.raises(ConfigError, match="ALWAYS"):
         AttentionCGSupport.parse(written)

@@ -6,7 +6,9 @@ import argparse
 import importlib.util
 import json
 import logging
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,6 +168,8 @@ def run(
             "needs the package transformers, which is not installed",
             "run `pip install 'cudagraph-modes[bench]'`",
         )
+    if parsed.out is not None:
+        _check_out(parsed.out)
     from compile_backend.bench.suite import CPU_NOTE, run_suite  # noqa: PLC0415 - needs it
 
     if device.type != "cuda":
@@ -184,6 +188,23 @@ def run(
     if parsed.out is not None:
         _write(results, parsed.out)
     return not results.failures
+
+
+def _check_out(out: Path) -> None:
+    """Make the directory of the results, and refuse one that cannot hold them, before all else."""
+    fix = "name a file in a directory that you may write to"
+    if not out.name:
+        raise ConfigError("--out", str(out), "names no file", fix)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror}: {error.filename}"
+        raise ConfigError("--out", str(out), problem, fix) from error
+    for path in (Path(f"{out}.json"), Path(f"{out}.md")):
+        if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+            raise ConfigError("--out", str(out), f"cannot be written, since {path} is there", fix)
 
 
 def _write(results: Results, out: Path) -> None:

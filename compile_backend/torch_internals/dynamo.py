@@ -60,6 +60,20 @@ def backend_of(compile_call: object) -> object | None:
     return getattr(compile_call, "compiler_fn", None)
 
 
+def backend_name(compiled: object) -> str | None:
+    """What the backend of a compiled module or function is called; None if it is not compiled."""
+    callback = None
+    for callback in callbacks_of(compiled):  # noqa: B007 - the last is that of the backend
+        pass
+    if callback is None:
+        return None
+    backend = getattr(callback, "compiler_name", None) or callback
+    if isinstance(backend, str):
+        return backend
+    name = getattr(backend, "__name__", None) or getattr(type(backend), "compiler_name", None)
+    return name if isinstance(name, str) else type(backend).__name__
+
+
 def size_1_like_any_other() -> contextlib.AbstractContextManager[None]:
     """Compile code for changing sizes that holds for 1 too, unless the code asks for 1 itself.
 
