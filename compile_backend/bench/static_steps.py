@@ -104,7 +104,9 @@ def compiled_for(
     guards = {} if base == name else {"guard_filter_fn": keep_argument_guards_unsafe}
     compiled: Callable[..., Any]
     if base in _OF_TORCH:
-        compiled = torch.compile(model, options={**_OF_TORCH[base], **guards} or None)
+        # Dynamo takes what it has compiled with all guards, unless some option is another one.
+        own = {"triton.cudagraph_trees": True} if guards else {}  # the default
+        compiled = torch.compile(model, options={**_OF_TORCH[base], **own, **guards} or None)
     else:
         all_options = {**options, **guards, "cudagraph_mode": base}
         compiled = torch.compile(model, backend=cudagraph_modes, options=all_options)
