@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import logging
 import sys
@@ -18,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from rich.markdown import Markdown
-from torch._dynamo.utils import counters
 
 from compile_backend.bench import first_call, plots
 from compile_backend.bench.breakable import captured_with_breaks
@@ -32,6 +32,7 @@ from compile_backend.bench.request import (
     MODES,
     OURS,
     PATHS,
+    REDUCE_OVERHEAD,
     STATIC,
     TORCH_COMPILE,
     VARIANTS,
@@ -43,7 +44,7 @@ from compile_backend.bench.results import Results, about
 from compile_backend.bench.rounds import Clock, measure
 from compile_backend.bench.shapes import BLOCK_SIZE, SHAPES, Shape, make_model
 from compile_backend.bench.start_up import start_up_results
-from compile_backend.bench.static_steps import StaticBench
+from compile_backend.bench.static_steps import FEWER_GUARDS, StaticBench, compiled_for
 from compile_backend.bench.suite import CPU_NOTE, run_suite
 from compile_backend.bench.watch import Silent, keeping
 from compile_backend.errors import ConfigError
@@ -494,22 +495,34 @@ def test_a_graph_by_hand_replays_the_step() -> None:
 
 def test_fewer_guards_are_a_way_of_their_own() -> None:
     torch.compiler.reset()
-    counters.clear()
-    asked = request(
-        modes=("FULL",), paths=(STATIC,), variants=(TORCH_COMPILE, OURS), has_fewer_guards=True
-    )
+    asked = request(modes=("FULL",), paths=(STATIC,), variants=(OURS,), has_fewer_guards=True)
     failures: dict[str, str] = {}
     with torch.no_grad():
         rows = StaticBench(make_model(TINY, CPU), asked, Silent(), failures).results()
     assert failures == {}
-    names = ("FULL", "torch.compile")
-    assert list(rows) == [*names, *(f"{name}, fewer guards" for name in names)]
+    assert list(rows) == ["FULL", "FULL, fewer guards"]
     for row in rows.values():
         check_times(row)
         assert row["max_error_to_eager"] < 1e-4
-    assert rows["FULL, fewer guards"]["ran_at"] == "FULL"
-    assert counters["stats"]["unique_graphs"] == len(rows)
-    assert rows["FULL, fewer guards"]["stats"]["graphs"] == 1
+        assert row["ran_at"] == "FULL"
+        assert row["stats"]["graphs"] == 1
+
+
+def test_dynamo_takes_no_way_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves what was compiled with equal options, whatever guards were to be checked."""
+    given: list[dict[str, Any]] = []
+
+    def note(model: Any, *, options: dict[str, Any] | None, backend: str = "inductor") -> Any:
+        of_inductor = {**(options or {})}
+        of_inductor.pop("guard_filter_fn", None)
+        given.append(of_inductor)
+        return model
+
+    monkeypatch.setattr(torch, "compile", note)
+    for name in (TORCH_COMPILE, REDUCE_OVERHEAD):
+        for behind in ("", FEWER_GUARDS):
+            compiled_for(torch.nn.Linear(1, 1), name + behind, {})
+    assert all(one != other for one, other in itertools.combinations(given, 2))
 
 
 @pytest.mark.gpu
