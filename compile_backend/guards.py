@@ -13,22 +13,20 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Which attributes an object has of its own, and which function a name stands for.
-_OF_CLASSES = frozenset({"CLOSURE_MATCH", "HASATTR", "NOT_PRESENT_IN_GENERIC_DICT"})
-
 
 def keep_argument_guards_unsafe(guard_entries: Sequence[Any]) -> list[bool]:
     """Keep the guards on what a call brings, and leave out those on the model and its code.
 
     For `torch.compile`'s own option, which all backends share:
-    `options={"guard_filter_fn": keep_argument_guards_unsafe}`. Kept are shapes, dtypes and layouts
-    of tensors, numbers and other constants among the arguments and in objects that are arguments,
-    such as a cache, and torch's settings, such as the gradient mode. Left out are modules with
-    their parameters, hooks and attributes, globals, and which methods a class has.
+    `options={"guard_filter_fn": keep_argument_guards_unsafe}`. Kept are all guards on arguments
+    and what they hold, such as a cache, on closures, and on torch's settings, such as the gradient
+    mode. Left out are globals, and modules with all that they hold: parameters, hooks, objects,
+    also those that are arguments besides.
 
     It is unsafe in the sense of torch's filters: after a change to what is left out, such as
     `model.train()`, calls go on as before. Weights with other values are read, also where they
-    were replaced; in steps with graphs, one of another dtype or shape is refused.
+    were replaced, but tied ones stay tied. In steps with graphs, one that lies elsewhere in
+    another dtype or shape is refused.
 
     Args:
         guard_entries: what Dynamo would check.
@@ -37,16 +35,9 @@ def keep_argument_guards_unsafe(guard_entries: Sequence[Any]) -> list[bool]:
         For each, whether it is kept.
     """
     filters: Any = torch.compiler
-    outside = zip(
-        guard_entries,
+    kept = zip(
         filters.skip_guard_on_all_nn_modules_unsafe(guard_entries),
         filters.skip_guard_on_globals_unsafe(guard_entries),
         strict=True,
     )
-    return [
-        is_no_module
-        and is_no_global
-        and entry.guard_type not in _OF_CLASSES
-        and not entry.name.startswith("dict(type(")
-        for entry, is_no_module, is_no_global in outside
-    ]
+    return [is_no_module and is_no_global for is_no_module, is_no_global in kept]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
 
-_Format: TypeAlias = tuple[torch.dtype, tuple[torch.Size, tuple[int, ...]] | None]
-
-
 class InputClass(Enum):
     """What an input of a graph is."""
 
@@ -43,6 +40,50 @@ class InputClass(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Format:
+    """What compiled code relies on of a tensor.
+
+    Attributes:
+        dtype: of its elements.
+        sizes: None for what may change.
+        strides: likewise.
+    """
+
+    dtype: torch.dtype
+    sizes: tuple[int | None, ...]
+    strides: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Format:
+        """That of a tensor, whose sizes may be symbols."""
+        return cls(tensor.dtype, _numbers(tensor.shape), _numbers(tensor.stride()))
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has it. Strides of one element mean nothing."""
+        return (
+            tensor.dtype is self.dtype
+            and tensor.dim() == len(self.sizes)
+            and all(
+                known in (None, size) and (step in (None, stride) or size == 1)
+                for known, size, step, stride in zip(
+                    self.sizes, tensor.shape, self.strides, tensor.stride(), strict=True
+                )
+            )
+        )
+
+    def __str__(self) -> str:
+        sizes, strides = (
+            f"({', '.join('any' if number is None else str(number) for number in numbers)})"
+            for numbers in (self.sizes, self.strides)
+        )
+        return f"{self.dtype} of shape {sizes}, strides {strides}"
+
+
+def _numbers(sizes: Sequence[Any]) -> tuple[int | None, ...]:
+    return tuple(size if isinstance(size, int) else None for size in sizes)
+
+
+@dataclass(frozen=True, slots=True)
 class GraphInput:
     """One input of a graph.
 
@@ -50,11 +91,13 @@ class GraphInput:
         name: of the value in the graph.
         source: how the user's code would write it.
         kind: what it is.
+        format: it was compiled for; None where that is not known, or no tensor with strides.
     """
 
     name: str
     source: str
     kind: InputClass
+    format: Format | None = None
 
 
 def classify_inputs(
@@ -69,9 +112,18 @@ def classify_inputs(
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     return tuple(
-        GraphInput(node.name, input_source_name(node), _class_of(node, value, device))
+        GraphInput(
+            node.name, input_source_name(node), _class_of(node, value, device), _format_of(node)
+        )
         for node, value in zip(placeholders, example_inputs, strict=True)
     )
+
+
+def _format_of(node: torch.fx.Node) -> Format | None:
+    traced = node.meta.get("example_value")
+    if isinstance(traced, torch.Tensor) and traced.layout is torch.strided:
+        return Format.of(traced)
+    return None
 
 
 def _class_of(node: torch.fx.Node, value: Any, device: torch.device) -> InputClass:
@@ -130,8 +182,7 @@ class InputBuffers:
         self.written_back = tuple(i for i in self.copied if i in mutated)
         self._buffers = {i: SharedBuffer(device) for i in self.copied}
         self._loaded: dict[Hashable, _Loaded] = {}
-        self._sources = {i: inputs[i].source for i in fixed}
-        self._formats: dict[int, _Format] = {}
+        self._traced = {i: inputs[i] for i in fixed}
 
     @property
     def num_bytes(self) -> int:
@@ -251,30 +302,15 @@ class InputBuffers:
 
     def _check_formats(self, args: Sequence[Any]) -> None:
         """Refuse what was not compiled; Dynamo notices it before, unless it was told not to."""
-        for i, source in self._sources.items():
-            found = _format_of(args[i])
-            expected = self._formats.setdefault(i, found)
-            if found != expected:
+        for i, traced in self._traced.items():
+            if traced.format is not None and not traced.format.holds(args[i]):
                 raise ConfigError(
                     "guard_filter_fn",
-                    source,
-                    f"was {_written(expected)} when it was compiled and is {_written(found)} now, "
-                    "which the guards that were left out would have noticed",
+                    traced.source,
+                    f"was compiled for {traced.format} and is {Format.of(args[i])} now, which the "
+                    "guards that were left out would have noticed",
                     "call torch._dynamo.reset() after such a change, or keep the guards",
                 )
-
-
-def _format_of(tensor: torch.Tensor) -> _Format:
-    """What compiled code relies on, but for sizes of what is no weight, which may change."""
-    is_weight = isinstance(tensor, torch.nn.Parameter)
-    return tensor.dtype, (tensor.size(), tensor.stride()) if is_weight else None
-
-
-def _written(of: _Format) -> str:
-    dtype, layout = of
-    return (
-        str(dtype) if layout is None else f"{dtype} of shape {(*layout[0],)}, strides {layout[1]}"
-    )
 
 
 def _memories(args: Sequence[Any], positions: Sequence[int]) -> frozenset[int]:

@@ -6,6 +6,7 @@ them. What becomes of a partition's arguments is that of its runner.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ def partitioned_programs(
         wrap: makes the wrapper of a callable with this name and these unwritten outputs.
         growth: how many times larger tensors may be at other keys, by key.
     """
-    steps = _Steps(program, device, growth, _code_between(partitions))
+    steps = _Steps(program, device, growth, functools.cache(lambda: _code_between(partitions)))
     instead: list[Callable[[list[Any]], Sequence[Any]]] = []
     for index, function in enumerate(partitions.functions):
         if not function.does_work:
@@ -89,7 +90,7 @@ class _Steps:
         program: runs the whole graph, and asks `take_over` whether our runners are to run in it.
         device: where graphs are captured.
         growth: how many times larger tensors may be at other keys, by key.
-        between: the code between the partitions; None where nothing can be planned.
+        between: reads the code between the partitions; None where nothing can be planned.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class _Steps:
         program: Callable[[Sequence[Any]], tuple[Any, ...]],
         device: torch.device,
         growth: Growth,
-        between: Between | None,
+        between: Callable[[], Between | None],
     ) -> None:
         self.runners: list[PartitionRunner] = []
         self.memory = StepMemory(device, growth, self._is_captured)
@@ -155,11 +156,12 @@ class _Steps:
         self._attempts.clear()
 
     def _make(self, key: BatchDescriptor, args: list[Any]) -> PlannedStep | None:
-        if self._between is None:
+        between = self._between()
+        if between is None:
             return None
         graphs = {runner.index: runner.captured(key) for runner in self.runners}
         captured = {index: graph for index, graph in graphs.items() if graph is not None}
-        return planned_step(self._between, captured, args)
+        return planned_step(between, captured, args)
 
     def capture(self, static_args: Sequence[Any]) -> tuple[Any, ...]:
         """Capture every partition of a warmed-up key, and run nothing.

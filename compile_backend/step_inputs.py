@@ -247,6 +247,8 @@ class StepInputs:
         if host.shape[spec.axis] > size:
             host[place.rows(size, None)] = spec.pad
         name = f"input {spec.name!r}"
+        if isinstance(value, list | tuple) and not value and 0 in own.shape:
+            return  # no rows, however long they are
         if place.array is None and not isinstance(value, torch.Tensor | np.ndarray):
             value = tensor_of(name, value)
         if isinstance(value, torch.Tensor):

@@ -347,7 +347,9 @@ def test_a_weight_of_another_format_is_refused_where_no_guard_sees_it(mode, chan
         kept = model.head.weight  # so that no other comes to lie there
         new = {"dtype": rows(WIDTH).double(), "shape": rows(1), "strides": rows(WIDTH).T}[change]
         model.head.weight = torch.nn.Parameter(new, requires_grad=False)
-        with pytest.raises(ConfigError, match=r"head.*weight.*was torch.float32 of shape.* now"):
+        with pytest.raises(
+            ConfigError, match=r"head.*weight.*was compiled for torch.float32 of shape.* now"
+        ):
             run(rows(4))
         model.head.weight = torch.nn.Parameter(rows(WIDTH), requires_grad=False)
         x = rows(4)
@@ -355,17 +357,74 @@ def test_a_weight_of_another_format_is_refused_where_no_guard_sees_it(mode, chan
     assert kept.dtype == torch.float32
 
 
+class Holder:
+    """An argument that holds something."""
+
+    of_class = 1
+
+    def __init__(self) -> None:
+        self.number = 3
+
+
+def plus_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def plus_two(x: torch.Tensor) -> torch.Tensor:
+    return x + 2
+
+
+def with_held(x, held):
+    return x * held.number
+
+
+def with_callback(x, held):
+    return held(x)
+
+
+def with_maybe(x, held):
+    return x + getattr(held, "extra", 0)
+
+
+def with_default(x, held):
+    return x + held.of_class
+
+
+def with_callbacks(x, held):
+    return held[0](x) * len(held)
+
+
+@pytest.mark.parametrize(
+    ("step", "values"),
+    [
+        (with_held, [{"number": 3}, {"number": 7}]),
+        (with_maybe, [{}, {"extra": 5}, {}]),
+        (with_default, [{}, {"of_class": 5}]),
+        (with_callback, [plus_one, plus_two]),
+        (with_callbacks, [[plus_one], [plus_two], [plus_two, plus_one]]),
+    ],
+)
+def test_what_arguments_hold_is_looked_at(step, values):
+    torch._dynamo.reset()
+    run = compiled(step, cudagraph_mode="FULL", guard_filter_fn=keep_argument_guards_unsafe)
+    x, held = rows(4), Holder()
+    with torch.no_grad():
+        for value in values:
+            if isinstance(value, dict):
+                vars(held).clear()
+                vars(held).update(value)
+            for _ in range(3):
+                given = held if isinstance(value, dict) else value
+                torch.testing.assert_close(run(x, given), step(x, given))
+
+
 def test_guards_on_arguments_are_kept():
-    """Numbers, shapes, cache objects and the gradient mode are looked at; modules are not."""
-
-    class Cache:
-        length = 3
-
+    """Numbers, shapes and keywords are looked at; modules are not."""
     model = toy_model()
     seen = []
 
-    def step(x: torch.Tensor, n: int, cache: Cache, **kwargs: int) -> torch.Tensor:
-        return model(x) * n + cache.length + sum(kwargs.values())
+    def step(x: torch.Tensor, n: int, **kwargs: int) -> torch.Tensor:
+        return model(x) * n + sum(kwargs.values())
 
     def filtered(entries):
         kept = keep_argument_guards_unsafe(entries)
@@ -374,20 +433,47 @@ def test_guards_on_arguments_are_kept():
 
     torch._dynamo.reset()
     run = compiled(step, cudagraph_mode="FULL", guard_filter_fn=filtered)
-    cache = Cache()
     with torch.no_grad():
-        for x, n, length, kwargs in (
-            (rows(4), 2, 3, {}),
-            (rows(4), 5, 3, {}),
-            (rows(4), 5, 7, {}),
-            (rows(4), 5, 7, {"more": 1}),
-            (rows(4).double().float()[:, :], 5, 7, {"more": 2}),
-            (rows(9), 2, 7, {}),
+        for x, n, kwargs in (
+            (rows(4), 2, {}),
+            (rows(4), 5, {}),
+            (rows(4), 5, {"more": 1}),
+            (rows(4), 5, {"more": 2}),
+            (rows(9), 2, {}),
         ):
-            cache.length = length
             for _ in range(3):
-                torch.testing.assert_close(run(x, n, cache, **kwargs), step(x, n, cache, **kwargs))
+                torch.testing.assert_close(run(x, n, **kwargs), step(x, n, **kwargs))
     assert all(num_kept < num_all / 2 for num_kept, num_all in seen)
+
+
+def test_weights_of_dynamic_sizes_may_change_them():
+    torch._dynamo.reset()
+    run = compiled(lambda w, x: x @ w, dynamic=True, cudagraph_mode="FULL")
+    with torch.no_grad(), torch._dynamo.config.patch(force_parameter_static_shapes=False):
+        for width in (4, 5, 6, 7):
+            w = torch.nn.Parameter(rows(4, width))
+            x = rows(4, 4)
+            for _ in range(3):
+                torch.testing.assert_close(run(w, x), x @ w)
+
+
+@pytest.mark.parametrize("new", [rows(5, WIDTH), rows(4, WIDTH).double()], ids=["shape", "dtype"])
+def test_a_buffer_of_another_format_is_refused_where_no_guard_sees_it(new):
+    model = torch.nn.Module()
+    model.register_buffer("table", rows(4, WIDTH))
+    model.forward = lambda x: x @ model.table.T
+    options = {"cudagraph_mode": "FULL", "guard_filter_fn": keep_argument_guards_unsafe}
+    run = compiled(model, **options)
+    kept = model.table
+    with torch.no_grad():
+        for _ in range(3):
+            run(rows(4))
+        model.table = new
+        with pytest.raises(ConfigError, match=r"table.*was compiled for.* now"):
+            run(rows(4))
+        model.table = kept
+        x = rows(4)
+        torch.testing.assert_close(run(x), x @ kept.T)
 
 
 # --- errors -----------------------------------------------------------------------------------

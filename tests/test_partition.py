@@ -187,7 +187,7 @@ def test_a_runner_repeats_steps_past_dynamo(parts):
     (built,) = cudagraph_modes.facts(called).graphs
     steps = built.graph._programs.runners[-1]
     assert len(steps._planned) == 2
-    called_directly = steps._between._names["torch_ops_cudagraph_modes_attention_default"]
+    called_directly = steps._between()._names["torch_ops_cudagraph_modes_attention_default"]
     assert called_directly in WITHOUT_DISPATCHER.values()
 
 

@@ -179,7 +179,7 @@ def test_a_step_is_one_function():
         check(written, args, step)
         assert written.is_planned == (step >= 2)
         assert written.num_replays == 2 * step
-    (text,) = written.steps._between._codes
+    (text,) = written.steps._between()._codes
     assert "self.partitions" not in text
     assert [line.strip() for line in text.splitlines()[5:9]] == [
         "(y,) = held_0",
@@ -296,6 +296,21 @@ def test_code_of_another_form_is_not_planned(line):
     body = "\n".join(f"    {part}" for part in line.split("\n"))
     with pytest.raises(PartitionError, match="Inductor's code"):
         Between(ast.parse(f"def call(self, args):\n    x, = args\n{body}").body[0], {}, {})
+
+
+def test_steps_are_not_planned_where_code_has_another_form(caplog):
+    """That is told where steps are to be planned, once; they run as they are."""
+    written = Written([ADD, PASS], ["for i in range(1): pass", *LINES])
+    args = inputs()
+    assert caplog.messages == []
+    for step in range(8):
+        check(written, args, step)
+    assert not written.is_planned
+    assert written.num_replays == 2 * 7
+    (message,) = caplog.messages
+    assert message == (
+        "steps of partitions are not planned: PartitionError: Inductor's code has a For"
+    )
 
 
 # --- random programs ---------------------------------------------------------------------------

@@ -47,6 +47,17 @@ def put(inputs: StepInputs, name: str, value: Any, size: int, padded: tuple[int,
     inputs.send(layout)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_no_rows_may_be_an_empty_list_however_long_they_are(dtype: torch.dtype) -> None:
+    inputs = step_inputs(InputSpec("x", (TOKENS, 3), dtype))
+    put(inputs, "x", [[1, 2, 3]] * 2, 2, (2, 1))
+    for value in ([], (), torch.zeros(0, 3, dtype=dtype)):
+        put(inputs, "x", value, 0, (2, 1))
+    assert inputs.layout(2, 1).places["x"].device.tolist() == [[0, 0, 0]] * 2
+    with pytest.raises(ValueError, match=r"has shape \(0,\), but this batch needs \(1, 3\)"):
+        put(inputs, "x", [], 1, (2, 1))
+
+
 # --- specs ------------------------------------------------------------------------------------
 
 
