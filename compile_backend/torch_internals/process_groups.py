@@ -48,7 +48,7 @@ def exchanges(device: torch.device) -> dict[str, int]:
         try:
             backend = group._get_backend(device)
             counts[group.group_name] = backend._get_sequence_number_for_group()
-        except RuntimeError:  # it has none for such tensors, or none that counts
+        except (AttributeError, RuntimeError):  # it has none for such tensors, or none that counts
             continue
     return counts
 
