@@ -22,7 +22,8 @@ from compile_backend.partition_ops import partition_ops
 from compile_backend.pipeline import PassResult, idle_passes, run_passes
 from compile_backend.plain_calls import BatchReader
 from compile_backend.resolve import Resolution, default_mode, resolve_cudagraph_mode
-from compile_backend.split import Section, SplitGraph, is_trivial, split_graph
+from compile_backend.split import Section, SplitGraph, split_graph
+from compile_backend.split_views import is_trivial
 from compile_backend.support import (
     AttentionCGSupport,
     default_splitting_ops,

@@ -17,11 +17,12 @@ import torch.fx
 
 from compile_backend.op_names import SplittingOps, op_name
 from compile_backend.split_regions import Region, RegionWriter, region_of_nodes
-from compile_backend.torch_internals.graphs import is_number_input, storage_id
+from compile_backend.split_views import ALLOCATIONS, call_name, is_trivial, views_again
+from compile_backend.torch_internals.graphs import is_number_input
 from compile_backend.torch_internals.narrowing import is_one_of, unbound_symbols
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +110,15 @@ def split_graph(
     placement = _place_nodes(graph, splitting_ops.cuts)
     groups = _ordered_groups(graph, placement)
     returned = _returned(graph)
-    readers = _readers(groups, returned)
+    again = [views_again(nodes) if is_piece else frozenset() for is_piece, nodes in groups]
+    readers = _readers(groups, again, returned)
     regions = region_of_nodes(graph, keep_grad_mode=keep_grad_mode)
     sizes = {
         node: node.meta.get("example_value") for node in graph.nodes if node.op == "placeholder"
     }
     sections = []
     for index, (is_piece, nodes) in enumerate(groups):
-        writer = _SectionWriter(graph_module, regions)
+        writer = _SectionWriter(graph_module, regions, again[index])
         for node in nodes:
             writer.add(node)
         if is_piece:
@@ -218,57 +220,11 @@ def _dissolve_trivial_pieces(placement: dict[torch.fx.Node, int], last: int) -> 
                 placement[node] = max(number - 1, 1)
 
 
-_ALLOCATIONS = frozenset(
-    {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
-)
-_VIEWS = frozenset(
-    {
-        *("view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "t"),
-        *(
-            "flatten",
-            "unflatten",
-            "select",
-            "narrow",
-            "detach",
-            "contiguous",
-            "movedim",
-            "getattr",
-        ),
-        *("view_as", "expand_as", "swapaxes", "as_strided", "chunk", "split", "unbind", "getitem"),
-        *("alias", "_unsafe_view", "split_with_sizes", "unsafe_split", "reshape_as", "sym_size"),
-    }
-)
-
-
-def is_trivial(node: torch.fx.Node) -> bool:
-    """Whether a node does no device work: it allocates, views, or picks an element."""
-    name = _call_name(node)
-    if name in _ALLOCATIONS:
-        return True
-    if name not in _VIEWS:
-        return False
-    value = node.meta.get("example_value")
-    first = value[0] if isinstance(value, (tuple, list)) and value else value
-    if not isinstance(first, torch.Tensor):
-        return True
-    source = next(iter(node.all_input_nodes), None)
-    seen = source.meta.get("example_value") if source is not None else None
-    if isinstance(seen, (tuple, list)):
-        return True
-    return storage_id(first) == storage_id(seen)
-
-
 def unwritten_outputs(section: Section) -> frozenset[int]:
     """Positions of a section's outputs that it allocates without writing them."""
     output = next(node for node in reversed(section.module.graph.nodes) if node.op == "output")
     nodes: Any = output.args[0]
-    return frozenset(i for i, node in enumerate(nodes) if _call_name(node) in _ALLOCATIONS)
-
-
-def _call_name(node: torch.fx.Node) -> str:
-    """The bare name of what a node calls, without namespace and overload."""
-    name = str(node.target) if node.op == "call_method" else str(op_name(node))
-    return name.rsplit("::", 1)[-1].split(".")[0] if "::" in name else name.rsplit(".", 1)[-1]
+    return frozenset(i for i, node in enumerate(nodes) if call_name(node) in ALLOCATIONS)
 
 
 def _ordered_groups(
@@ -311,14 +267,17 @@ def _output(graph_module: torch.fx.GraphModule, item: Any) -> str | Constant | C
 
 def _readers(
     groups: list[tuple[bool, list[torch.fx.Node]]],
+    again: Sequence[frozenset[torch.fx.Node]],
     returned: Iterable[Any],
 ) -> dict[torch.fx.Node, int]:
     """The last section that reads each node; past the end for what the graph returns."""
     readers: dict[torch.fx.Node, int] = {}
 
     def read(node: torch.fx.Node, index: int) -> None:
-        readers[node] = max(index, readers.get(node, -1))
-        if is_copied_scalar(node):
+        is_again = index < len(again) and node in again[index]
+        if not is_again:
+            readers[node] = max(index, readers.get(node, -1))
+        if is_again or is_copied_scalar(node):
             for arg in node.all_input_nodes:
                 read(arg, index)
 
@@ -336,9 +295,13 @@ class _SectionWriter:
     """Writes one section as a graph of its own."""
 
     def __init__(
-        self, graph_module: torch.fx.GraphModule, regions: Mapping[torch.fx.Node, Region]
+        self,
+        graph_module: torch.fx.GraphModule,
+        regions: Mapping[torch.fx.Node, Region],
+        again: frozenset[torch.fx.Node] = frozenset(),
     ) -> None:
         self._graph_module = graph_module
+        self._again = again
         self._graph = torch.fx.Graph()
         self._copies: dict[torch.fx.Node, torch.fx.Node] = {}
         self._inputs: list[torch.fx.Node] = []
@@ -355,7 +318,7 @@ class _SectionWriter:
             return
         if node.op == "get_attr":
             self._copies[node] = self._graph.node_copy(node)
-        elif is_copied_scalar(node):
+        elif is_copied_scalar(node) or node in self._again:
             for arg in node.all_input_nodes:
                 self._provide(arg)
             self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)

@@ -12,7 +12,8 @@ from toy import SPLITTING_OPS, VARIANTS, WIDTH, dynamo_graph, rows, toy_model
 from compile_backend.errors import ConfigError
 from compile_backend.op_names import SplittingOps, normal_name
 from compile_backend.pipeline import prepare_for_split
-from compile_backend.split import SplitGraph, is_trivial, split_graph
+from compile_backend.split import SplitGraph, split_graph
+from compile_backend.split_views import is_trivial
 from compile_backend.stitch import stitch
 from compile_backend.support import default_splitting_ops
 from compile_backend.torch_internals.graphs import storage_id
