@@ -5,6 +5,7 @@ It looks at one graph and the nodes of one section. Where graphs are cut is not 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,12 @@ _VIEWS = frozenset(
     }
 )
 
+# They change a tensor, so what a view of it shows depends on when it is made.
+_OF_LAYOUT = frozenset(
+    {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"}
+    | {"resize_", "resize_as_", "set_", "detach_"}
+)
+
 
 def is_trivial(node: torch.fx.Node) -> bool:
     """Whether a node does no device work: it allocates, views, or picks an element."""
@@ -55,12 +62,6 @@ def is_trivial(node: torch.fx.Node) -> bool:
     return storage_id(first) == storage_id(seen)
 
 
-_OF_LAYOUT = frozenset(
-    {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"}
-    | {"resize_", "resize_as_", "set_", "detach_"}
-)
-
-
 def views_again(nodes: Sequence[torch.fx.Node]) -> frozenset[torch.fx.Node]:
     """Views from elsewhere that a piece makes again, of what they show.
 
@@ -69,9 +70,11 @@ def views_again(nodes: Sequence[torch.fx.Node]) -> frozenset[torch.fx.Node]:
     """
     own = frozenset(nodes)
     taken = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in own)
-    memories = [memory for node in taken if (memory := _memory_of(node)) is not None]
-    written = {_memory_of(arg) for node in nodes for arg in written_arguments(node)}
-    mixed = {memory for memory in written if memory is not None and memories.count(memory) > 1}
+    times = Counter(memory for node in taken if (memory := _memory_of(node)) is not None)
+    shared = {memory for memory, count in times.items() if count > 1}
+    if not shared:
+        return frozenset()
+    mixed = shared & {_memory_of(arg) for node in nodes for arg in written_arguments(node)}
     again: set[torch.fx.Node] = set()
     for node in taken:
         if _memory_of(node) in mixed:

@@ -62,9 +62,7 @@ def backend_of(compile_call: object) -> object | None:
 
 def backend_name(compiled: object) -> str | None:
     """What the backend of a compiled module or function is called; None if it is not compiled."""
-    callback = None
-    for callback in callbacks_of(compiled):  # noqa: B007 - the last is that of the backend
-        pass
+    *_, callback = (None, *callbacks_of(compiled))  # the last is that of the backend
     if callback is None:
         return None
     backend = getattr(callback, "compiler_name", None) or callback
