@@ -26,7 +26,7 @@ from compile_backend.mutation import mutated_inputs
 from compile_backend.piece_key import stored_key, structural_key
 from compile_backend.specialise import Specialisations, TokenDimension, choosing
 from compile_backend.torch_internals.compile_settings import compile_settings
-from compile_backend.torch_internals.graphs import fake_mode_of
+from compile_backend.torch_internals.graphs import fake_mode_of, storage_id
 from compile_backend.torch_internals.inductor import compile_with_inductor, load_with_inductor
 from compile_backend.torch_internals.narrowing import (
     CannotOccurError,
@@ -35,6 +35,7 @@ from compile_backend.torch_internals.narrowing import (
     with_inputs,
 )
 from compile_backend.torch_internals.partition import partition_settings
+from compile_backend.torch_internals.sizes import free_symbols_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -120,7 +121,7 @@ class PieceCompiler:
 
     def compile(self, section: Section) -> CompiledPiece:
         """The compiled form of `section`, shared with every piece that is equal to it."""
-        key = structural_key(section.module)
+        key = structural_key(section.module), _is_joined(section.module)
         found = self._pieces.get(key)
         if found is None:
             found = self._pieces[key] = self._compile(section)
@@ -129,7 +130,14 @@ class PieceCompiler:
     def _compile(self, section: Section) -> CompiledPiece:
         module = section.module
         start = time.perf_counter()
-        if self._kind == "eager" or fake_mode_of(module) is None:
+        is_joined = _is_joined(module)
+        if is_joined and self._kind != "eager":
+            logger.warning(
+                "%s runs op by op: it writes to memory that several of its inputs share, and what "
+                "a compiler makes of that holds for other inputs",
+                section.name,
+            )
+        if self._kind == "eager" or is_joined or fake_mode_of(module) is None:
             piece = CompiledPiece(eager_call(module), mutated_inputs(module))
             self.counts.compiles += 1
             self.counts.compile_s += time.perf_counter() - start
@@ -311,6 +319,24 @@ def _checked(pass_uuids: Sequence[str | None]) -> Iterator[str]:
         if uuid is None:
             raise NotStorableError("went through a pass of inductor_passes that has no uuid()")
         yield uuid
+
+
+def _is_joined(module: torch.fx.GraphModule) -> bool:
+    """Whether a piece writes to memory that several of its inputs share.
+
+    AOTAutograd makes a base for these and takes each for a view of it as they were when traced.
+    That they are for inputs of the whole graph, of sizes that stay; what compiled code returns is
+    no view to torch, and sizes that change are lost in the offsets of views.
+    """
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    values = [node.meta.get("example_value") for node in placeholders]
+    memories = [storage_id(v) if isinstance(v, torch.Tensor) else None for v in values]
+    written = {memories[i] for i in mutated_inputs(module)}
+    joined = {m for m in written if m is not None and memories.count(m) > 1}
+    return any(
+        memory in joined and ("grapharg" not in node.meta or free_symbols_of(value))
+        for node, value, memory in zip(placeholders, values, memories, strict=True)
+    )
 
 
 def _inputs_of(section: Section) -> list[Any]:

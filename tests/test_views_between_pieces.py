@@ -126,3 +126,60 @@ def test_a_tensor_whose_layout_changes_is_left_alone():
     both = Twin(function, cudagraph_mode="PIECEWISE", piece_compiler="eager")
     for _ in range(4):
         both(rows(WIDTH))
+
+
+# --- memory that is shared in other ways --------------------------------------------------------
+
+
+def written_behind(a: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    b = attn_new(a * 1)
+    v.add_(1)
+    return a + b
+
+
+def written_before(a: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    v.add_(1)
+    a.mul_(2)
+    return a + attn_new(a * 1), v * 1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("view", [lambda a: a[1], lambda a: a[1:], lambda a: a.view(-1)])
+@pytest.mark.parametrize("function", [written_behind, written_before])
+def test_inputs_that_are_views_of_each_other(function, view, dynamic):
+    torch._dynamo.reset()
+    options = toy.toy_options(cudagraph_mode="PIECEWISE", piece_compiler="inductor")
+    run = torch.compile(function, backend="cudagraph_modes", dynamic=dynamic, options=options)
+    with torch.no_grad():
+        for _ in range(3):
+            a = rows(4)
+            twin = a.clone()
+            found, expected = run(a, view(a)), function(twin, view(twin))
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(a, twin)
+
+
+def with_axes_swapped(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    a = x * 2
+    v = a.swapdims(0, 1)
+    b = attn_new(a)
+    v.add_(1)
+    return a + b, v
+
+
+def under_two_names(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    a = x * 2
+    v, w = a.to(torch.float32), a.float()
+    b = attn_new(a)
+    v.add_(1)
+    return a + b, v, w
+
+
+@pytest.mark.parametrize("function", [with_axes_swapped, under_two_names])
+def test_what_no_compiler_keeps_track_of_runs_op_by_op(function, caplog):
+    torch._dynamo.reset()
+    both = Twin(function, cudagraph_mode="PIECEWISE", piece_compiler="inductor", dynamic=True)
+    for num_tokens in (4, 4, 4, 6, 6):
+        both(rows(num_tokens))
+    reason = "runs op by op: it writes to memory that several of its inputs share"
+    assert sum(reason in message for message in caplog.messages) == 1
