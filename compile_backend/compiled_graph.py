@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +26,7 @@ from compile_backend.context import (
     enter_forward_context,
 )
 from compile_backend.errors import CaptureError, number_of
+from compile_backend.known_calls import KnownCall, KnownCalls
 from compile_backend.once import MOVED
 
 if TYPE_CHECKING:
@@ -174,6 +175,7 @@ class CompiledGraph:
         self._moves_in_a_row: Counter[BatchDescriptor] = Counter()
         self._plans: dict[BatchDescriptor, ReplayPlan] = {}
         self._plan_attempts: Counter[BatchDescriptor] = Counter()
+        self._known = KnownCalls()
         self.stats = stats
         self.recorder: Recorder | None = None
 
@@ -186,7 +188,7 @@ class CompiledGraph:
                 return self._without_gradients(args)
         return self._without_gradients(args)
 
-    def _without_gradients(self, args: Sequence[Any]) -> Sequence[Any]:
+    def _without_gradients(self, args: tuple[Any, ...]) -> Sequence[Any]:
         if not self._has_graphs or self._engine.is_capturing():
             return self._programs.plain(args)
         context = current_forward_context()
@@ -219,6 +221,7 @@ class CompiledGraph:
         self._captured_ahead.clear()
         self._num_shapes.clear()
         self._moves_in_a_row.clear()
+        self._known.forget()
         self._forget_plans()
 
     def forget_runner(self, number: int) -> None:
@@ -237,8 +240,12 @@ class CompiledGraph:
                 self._num_shapes[mode, key.num_tokens] -= 1
                 self.stats.rows.pop((mode, key), None)
 
-    def _plain_call(self, args: Sequence[Any]) -> Sequence[Any]:
+    def _plain_call(self, args: tuple[Any, ...]) -> Sequence[Any]:
         rules = self._rules
+        shapes = rules.reader.shapes(args)
+        known = self._known_call(shapes, args)
+        if known is not None:
+            return known
         batch = rules.reader.read(args)
         mode, key = rules.exact.dispatch(batch)
         if mode is _NONE:
@@ -248,7 +255,31 @@ class CompiledGraph:
                     return padded
             self._tell_without_graph(batch, args)
             return self._without_graph(batch, args)
-        return self._with_graph(mode, rules.reader.with_sizes(key, args), args, ForwardContext())
+        key = rules.reader.with_sizes(key, args)
+        outputs = self._with_graph(mode, key, args, ForwardContext())
+        if mode is _FULL and shapes is not None:
+            self._learn(shapes, key)
+        return outputs
+
+    def _known_call(self, shapes: Hashable, args: tuple[Any, ...]) -> Sequence[Any] | None:
+        """A call like one that was replayed at FULL; None if there is more to look after."""
+        with self._one_at_a_time:
+            known = self._known.get(shapes)
+            if known is None or self._moves_in_a_row or not self._inputs.reload(known.key, args):
+                return None
+            known.graph.replay()
+            known.stats.replays += 1
+            known.stats.steps += 1
+            # Outputs in the memory of inputs are in that of inputs which are not copied.
+            return self._outputs.give((_FULL, known.key), known.graph.outputs, args, args)
+
+    def _learn(self, shapes: Hashable, key: BatchDescriptor) -> None:
+        """Take note of a call that just ran, if it is one replay."""
+        key = graph_key(_FULL, key)
+        with self._one_at_a_time:
+            graph = self._full.graph_to_replay(key)
+            if graph is not None and self._full.failure(key) is None:
+                self._known.learn(shapes, KnownCall(key, graph, self.stats.at(_FULL, key)))
 
     def _padded_call(self, batch: BatchDescriptor, args: Sequence[Any]) -> Sequence[Any] | None:
         """The call at the next capture size; None where it cannot grow."""
@@ -496,6 +527,7 @@ class CompiledGraph:
 
     def _drop_graphs(self, key: BatchDescriptor) -> None:
         self._full.drop(key)
+        self._known.forget()
         for runner in self._programs.runners:
             runner.drop(key)
         self._outputs.reset()

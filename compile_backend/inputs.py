@@ -141,7 +141,8 @@ class _Loaded:
     """One key's buffers, how to fill them, and where all else was. Holds no weights alive.
 
     `wrappers` has the addresses inside of inputs that only wrap others, as quantized weights do;
-    `places` is a short way to compare all addresses, None where there is none.
+    `places` is a short way to compare all addresses, None where there is none; `apart` is where
+    callers' tensors last were when none of them overlapped.
     """
 
     buffers: list[tuple[int, torch.Tensor]]
@@ -152,6 +153,7 @@ class _Loaded:
     written_memories: frozenset[int]
     copies: list[tuple[list[torch.Tensor], list[int]]]
     irregular: list[tuple[torch.Tensor, int]]
+    apart: tuple[object, ...] | None = None
 
 
 class InputBuffers:
@@ -213,13 +215,35 @@ class InputBuffers:
             has_moved = self._have_moved(loaded, args)
             if has_moved:
                 self._look_at(loaded, args)
-        for targets, positions in loaded.copies:
-            copy_all(targets, [args[i] for i in positions])
-        for target, position in loaded.irregular:
-            target.copy_(memory_of(args[position]))
+        _copy(loaded, args)
         for position, buffer in loaded.buffers:
             static_args[position] = buffer
         return static_args, has_moved
+
+    def reload(self, key: Hashable, args: tuple[Any, ...]) -> bool:
+        """Fill the key's buffers as `load` does, if that is all there is to do.
+
+        Args:
+            key: that was loaded before.
+            args: the graph's inputs.
+
+        Returns:
+            Whether the buffers were filled: not if an input has moved, if that takes long to
+            find out, if inputs overlap, or if callers are to see what the graph writes.
+        """
+        loaded = self._loaded.get(key)
+        if loaded is None or loaded.places is None or self.written_back:
+            return False
+        if not shortcuts.are_in_place(loaded.places, args):
+            return False
+        if self._written:
+            places = tuple([(args[i].data_ptr(), args[i].stride()) for i in self.copied])
+            if places != loaded.apart:
+                if self.overlaps(key, args):
+                    return False
+                loaded.apart = places
+        _copy(loaded, args)
+        return True
 
     def write_back(self, static_args: Sequence[Any], args: Sequence[Any]) -> None:
         """Show callers what the graph wrote to their tensors."""
@@ -286,6 +310,7 @@ class InputBuffers:
 
     def _look_at(self, loaded: _Loaded, args: Sequence[Any]) -> None:
         """Note where the inputs are that are not copied."""
+        loaded.apart = None
         self._check_formats(args)
         loaded.wrappers = {
             i: _addresses_inside(args[i]) for i in self._fixed if names_of_wrapped(args[i])
@@ -311,6 +336,13 @@ class InputBuffers:
                     "guards that were left out would have noticed",
                     "call torch._dynamo.reset() after such a change, or keep the guards",
                 )
+
+
+def _copy(loaded: _Loaded, args: Sequence[Any]) -> None:
+    for targets, positions in loaded.copies:
+        copy_all(targets, [args[i] for i in positions])
+    for target, position in loaded.irregular:
+        target.copy_(memory_of(args[position]))
 
 
 def _memories(args: Sequence[Any], positions: Sequence[int]) -> frozenset[int]:

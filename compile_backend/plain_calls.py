@@ -11,7 +11,7 @@ from compile_backend.errors import ConfigError, number_of, shown
 from compile_backend.inputs import InputClass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from compile_backend.inputs import GraphInput
 
@@ -85,6 +85,17 @@ class BatchReader:
             return descriptor
         return descriptor._replace(extra=(*descriptor.extra, ("sizes", *sizes)))
 
+    def shapes(self, args: Sequence[Any]) -> Hashable | None:
+        """What `read` and `with_sizes` tell of a call follows from this; None if from more.
+
+        The graph is compiled for the numbers of dimensions and the dtypes of its tensors.
+        """
+        if self._describe_batch is not None:
+            return None
+        first = self._first(args)
+        sizes = [args[i] for i in self._sizes]
+        return (None if first is None else first.shape, *sizes)
+
     def num_tokens(self, args: Sequence[Any]) -> Any:
         """The number of tokens of a call, whatever `describe_batch` says of it.
 
@@ -112,7 +123,11 @@ class BatchReader:
 
     def _first(self, args: Sequence[Any]) -> torch.Tensor | None:
         """The first of the caller's tensors that has a dimension."""
-        return next((args[i] for i in self._tensors if args[i].dim()), None)
+        for i in self._tensors:
+            if args[i].dim():
+                tensor: torch.Tensor = args[i]
+                return tensor
+        return None
 
 
 def _is_ids(tensor: torch.Tensor) -> bool:

@@ -564,19 +564,20 @@ def check_kernels(case: Case, device: torch.device, kept_as: torch.dtype, *, mul
     scale = torch.tensor(501.3 if multiplies else 0.0021, device=device)
     expected = torch.empty(wide.shape, dtype=FP8, device=device)
     quantise(wide, expected, scale, multiplies=multiplies)
-    output = torch.zeros(wide.shape, dtype=kept_as, device=device)
-    for _ in range(2):  # the second time as a launch that is repeated
-        attend_with_triton(
-            query,
-            output,
-            batch.cache,
-            batch.metadata,
-            batch.backend.spec,
-            plan,
-            scale,
-            multiplies=multiplies,
-        )
-    assert torch.equal(bits(output.to(FP8)), bits(expected))
+    for quantises in (True, False):  # by the program that attends, and by a kernel behind it
+        output = torch.zeros(wide.shape, dtype=kept_as, device=device)
+        for _ in range(2):  # the second time as a launch that is repeated
+            attend_with_triton(
+                query,
+                output,
+                batch.cache,
+                batch.metadata,
+                batch.backend.spec,
+                replace(plan, quantises=quantises),
+                scale,
+                multiplies=multiplies,
+            )
+        assert torch.equal(bits(output.to(FP8)), bits(expected))
     assert (expected.float().abs() == 448).any()
     assert (expected.float().abs() < 448).any()
     return batch, expected
@@ -611,6 +612,36 @@ def test_kernels_in_the_interpreter(dtype: torch.dtype, multiplies: bool, num_sp
     reference.forward_fp8(*arguments, multiplies=multiplies)
     # Rounded from nearly equal numbers, they are equal or next to each other.
     torch.testing.assert_close(quantised.float(), output.float(), rtol=0.126, atol=2**-9)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize(
+    ("num_heads", "head_size"), [(6, 24), (48, 128), (1, 8)], ids=["masked", "two blocks", "small"]
+)
+def test_heads_of_all_sizes_are_quantised(num_heads: int, head_size: int, num_splits: int) -> None:
+    """Also into a buffer that others share: what lies between its heads is left as it is."""
+    case = Case(
+        lengths=((3, 0), (0, 0)),
+        num_heads=num_heads,
+        num_kv_heads=1,
+        head_size=head_size,
+        num_splits=num_splits,
+        num_padding_tokens=2,
+        dtype=torch.float16,
+    )
+    batch, expected = check_kernels(case, CPU, torch.float32, multiplies=False)
+    query = batch.qkv[0]
+    plan = batch.backend.prepare(batch.metadata)
+    plan = replace(plan, num_splits=num_splits, quantises=False)
+    shared = torch.full((query.shape[0], num_heads, head_size + 4), 7.0)
+    output, between = shared.split((head_size, 4), 2)
+    scale = torch.tensor(0.0021)
+    cache, metadata, spec = batch.cache, batch.metadata, batch.backend.spec
+    attend_with_triton(query, output, cache, metadata, spec, plan, scale)
+    assert torch.equal(bits(output[:3].to(FP8)), bits(expected[:3]))
+    assert (output[3:] == 7).all()
+    assert (between == 7).all()
 
 
 @needs_interpreter

@@ -313,6 +313,37 @@ def test_splits_fill_the_device(num_programs: int, num_tiles: int, expected: int
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("query_len", "seq_len", "window", "expected"),
+    [
+        (1, 8192, None, True),
+        (8, 8192, None, True),
+        (9, 8192, None, False),
+        (512, 1024, None, True),
+        (512, 1025, None, False),
+        (512, 4096, 512, True),
+        (512, 4096, 513, False),
+    ],
+)
+def test_programs_quantise_where_the_way_over_the_keys_is_short(
+    query_len: int, seq_len: int, window: int | None, expected: bool
+) -> None:
+    """Or where the block of queries is the smallest: 8 tokens of 2 heads each."""
+    nothing = torch.empty(0)
+    metadata = AttentionMetadata(
+        num_tokens=query_len,
+        num_reqs=1,
+        query_start_loc=nothing,
+        seq_lens=nothing,
+        block_table=nothing,
+        slot_mapping=nothing,
+        max_query_len=query_len,
+        max_seq_len=seq_len,
+    )
+    spec = Case(lengths=(), num_heads=4, num_kv_heads=2, window=window).spec
+    assert plan_launch(spec, metadata, 2, 132).quantises is expected
+
+
 def test_larger_blocks_come_later_in_the_table() -> None:
     keys = [(row.element_bytes, row.max_head, row.max_rows) for row in TILES]
     assert keys == sorted(keys)

@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from compile_backend.attention import triton_packed
 from compile_backend.attention.triton_cache import store_kernel
-from compile_backend.attention.triton_kernels import reduce_kernel
+from compile_backend.attention.triton_results import reduce_kernel
 
 def sizes_in(ptx):
     head = ptx[ptx.index(".entry"):]

@@ -141,7 +141,7 @@ class TritonAttention(AttentionBackend):
         *,
         multiplies: bool,
     ) -> None:
-        """The same launches, the last of which writes 8-bit floats."""
+        """The same launches; one more where the programs that attend do not quantise."""
         if not self._writes_fp8:
             super().forward_fp8(
                 query,

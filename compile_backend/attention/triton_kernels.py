@@ -3,10 +3,11 @@
 One kernel serves prefill, decode and mixes of them. A program takes a block of queries of one
 key-value head, all query heads of the group packed as rows, so that keys and values are loaded
 once for the group; it walks over its share of the keys with an online softmax in float32. Where
-the keys are split among programs, each leaves a partial result, and a second kernel reduces them.
+the keys are split among programs, each leaves a partial result.
 
 All lengths are read on the device. What the host decides (grids, tiles, splits) is in
-`triton_plan.py` and holds for every batch of a graph's key; this file refuses to know why.
+`triton_plan.py` and holds for every batch of a graph's key; this file refuses to know why, and
+what becomes of partial results (`triton_results.py`).
 
 Sources: FlashAttention (arXiv 2205.14135, 2307.08691), Flash-Decoding (split keys), and
 PagedAttention (arXiv 2309.06180).
@@ -17,16 +18,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from passes.exact_quotient import divided
+from compile_backend.attention.triton_results import as_fp8
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
 def attend_kernel(
-    partial,
+    results,
     query,
     key_cache,
     value_cache,
-    output,
     query_start_loc,
     seq_lens,
     block_table,
@@ -36,8 +36,8 @@ def attend_kernel(
     value_scale,
     query_token_stride,
     query_head_stride,
-    output_token_stride,
-    output_head_stride,
+    result_token_stride,
+    result_head_stride,
     block_stride,
     slot_stride,
     head_stride,
@@ -64,12 +64,13 @@ def attend_kernel(
     Grid: (blocks of queries times key-value heads, splits). Rows of a block are
     `token * GROUP + head of the group`.
 
-    - `IS_SPLIT`: results go to `partial`, `[num_tokens, num_heads, splits, RESULT_SIZE]`
-      float32: each is over some of the keys, with the log2 of its sum after its elements.
+    - `IS_SPLIT`: results are `[num_tokens, num_heads, splits, RESULT_SIZE]` in float32: each is
+      over some of the keys, with the log2 of its sum after its elements.
     - `qk_scale` is the scale of the scores times that of the keys and log2(e), and positive.
     - `WINDOW` is how many of the latest tokens a query sees, 0 for all; `SOFT_CAP` 0 is none.
     - `IS_WHOLE`: each request's queries fit in one block, so block `r` is request `r`.
-    - `ROUNDED`, `FP8_MAX`, `MULTIPLIES`: see `_as_output`.
+    - `ROUNDED`, `FP8_MAX`, `MULTIPLIES`: as of `reduce_kernel`; results that are to be reduced or
+      quantised later have an `FP8_MAX` of 0.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0) % NUM_KV_HEADS
@@ -149,38 +150,18 @@ def attend_kernel(
         log_sum = tl.where(is_empty, float("-inf"), row_max + tl.log2(row_sum))
         num_heads = NUM_KV_HEADS * GROUP
         result = ((token_rows * num_heads + heads) * num_splits + split) * RESULT_SIZE
-        tl.store(partial + result + HEAD_SIZE, log_sum, mask=is_row)
+        tl.store(results + result + HEAD_SIZE, log_sum, mask=is_row)
         if begin < end:
-            tl.store(partial + result[:, None] + dims[None, :], acc, mask=is_element)
+            tl.store(results + result[:, None] + dims[None, :], acc, mask=is_element)
     else:
-        place = token_rows * output_token_stride + heads * output_head_stride
+        if FP8_MAX > 0:
+            acc = as_fp8(acc.to(ROUNDED), by, ROUNDED, FP8_MAX, MULTIPLIES, IS_INTERPRETED)
+        place = token_rows * result_token_stride + heads * result_head_stride
         tl.store(
-            output + place[:, None] + dims[None, :],
-            _as_output(acc, output, by, ROUNDED, FP8_MAX, MULTIPLIES, IS_INTERPRETED),
+            results + place[:, None] + dims[None, :],
+            acc.to(results.dtype.element_ty),
             mask=is_element,
         )
-
-
-@triton.jit
-def _as_output(
-    acc,
-    output,
-    scale,
-    ROUNDED: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    MULTIPLIES: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
-):
-    """Results as they are stored; with `FP8_MAX` not 0, by a scale and cut to the range.
-
-    They are rounded to the dtype `ROUNDED` first, as if attention had stored them in it, and
-    divided exactly, so that torch finds the same bits. What is no number stays none.
-    """
-    if FP8_MAX > 0:
-        acc = acc.to(ROUNDED).to(tl.float32)
-        acc = acc * scale if MULTIPLIES else divided(acc, scale, ROUNDED, IS_INTERPRETED)
-        acc = tl.clamp(acc, -FP8_MAX, FP8_MAX, tl.PropagateNan.ALL)
-    return acc.to(output.dtype.element_ty)
 
 
 @triton.jit
@@ -274,47 +255,3 @@ def _dot(left, right, IS_INTERPRETED: tl.constexpr):
         left = left.to(tl.float32)
         right = right.to(tl.float32)
     return tl.dot(left, right, input_precision="ieee")
-
-
-@triton.jit(do_not_specialize=["num_reqs"])
-def reduce_kernel(
-    partial,
-    output,
-    query_start_loc,
-    output_scale,
-    num_reqs,
-    output_token_stride,
-    output_head_stride,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    RESULT_SIZE: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    MULTIPLIES: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
-):
-    """Reduce the partial results of one token and head. Grid: (tokens, heads)."""
-    token = tl.program_id(0).to(tl.int64)
-    if token >= tl.load(query_start_loc + num_reqs):
-        return
-    head = tl.program_id(1)
-    by = tl.load(output_scale) if FP8_MAX > 0 else 1.0
-    splits = tl.arange(0, NUM_SPLITS)
-    dims = tl.arange(0, HEAD_PAD)
-    row = (token * tl.num_programs(1) + head) * NUM_SPLITS
-    results = partial + (row + splits) * RESULT_SIZE
-    log_sums = tl.load(results + HEAD_SIZE)
-    is_full = log_sums > float("-inf")
-    largest = tl.max(log_sums, 0)
-    weights = tl.exp2(log_sums - tl.where(largest > float("-inf"), largest, 0.0))
-    total = tl.sum(weights, 0)
-    accs = tl.load(
-        results[:, None] + dims[None, :],
-        mask=is_full[:, None] & (dims < HEAD_SIZE)[None, :],
-        other=0.0,
-    )
-    acc = tl.sum(accs * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
-    place = token * output_token_stride + head * output_head_stride
-    result = _as_output(acc, output, by, ROUNDED, FP8_MAX, MULTIPLIES, IS_INTERPRETED)
-    tl.store(output + place + dims, result, mask=dims < HEAD_SIZE)

@@ -14,8 +14,9 @@ import triton.language as tl
 from compile_backend.attention.fp8_output import FP8_MAX
 from compile_backend.attention.triton_cache import cache_strides, with_adjacent_elements
 from compile_backend.attention.triton_kept import KeptKernel
-from compile_backend.attention.triton_kernels import attend_kernel, reduce_kernel
+from compile_backend.attention.triton_kernels import attend_kernel
 from compile_backend.attention.triton_plan import MIN_DOT_SIZE, next_power_of_2
+from compile_backend.attention.triton_results import quantise_kernel, reduce_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -37,10 +38,13 @@ DTYPES = {
 """Of queries, as Triton calls them."""
 
 AS_ATTENDED = (None, 0.0, False)
-"""What `_as_output` is told for an output that is not quantised."""
+"""What kernels are told that do not quantise."""
 
 NUM_STATS = 4
 """Floats after a partial result: the log2 of its sum, and some to keep 16 bytes aligned."""
+
+QUANTISED_AT_ONCE = 4096
+"""Elements of one program of `quantise_kernel`, at most."""
 
 
 def attend_with_triton(
@@ -72,44 +76,42 @@ def attend_with_triton(
     if not metadata.num_tokens:
         return
     query = with_adjacent_elements(query)
-    num_splits = plan.num_splits
-    result_size = spec.head_size + NUM_STATS
-    partial = output
-    if num_splits > 1:
-        num_results = metadata.num_tokens * spec.num_heads * num_splits
-        partial = torch.empty(num_results * result_size, dtype=torch.float32, device=query.device)
     slot = id(cache.keys)
     stored = AS_ATTENDED if scale is None else (DTYPES[query.dtype], FP8_MAX, multiplies)
     of_cache = (cache.key_scale, cache.value_scale)
     facts = (plan, spec, metadata.num_reqs, query.shape, *of_cache, *stored)
-    lengths = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
-    output_scale = lengths[0] if scale is None else scale  # a pointer that is never followed
-    tensors = (query, cache.keys, cache.values, output, *lengths, output_scale)
-    reduced = (output, lengths[0], output_scale)
-    if not _ATTEND.repeat(slot, tensors, facts, fresh=(partial,)):
-        _attend(partial, tensors, cache, metadata, spec, plan, stored, slot, facts)
-    if num_splits > 1 and not _REDUCE.repeat(slot, reduced, facts, fresh=(partial,)):
-        _REDUCE.launch(
-            (metadata.num_tokens, spec.num_heads),
-            (partial, *reduced),
-            (metadata.num_reqs, *output.stride()[:2]),
-            (
-                spec.head_size,
-                _padded(spec.head_size),
-                num_splits,
-                result_size,
-                *stored,
-                IS_INTERPRETED,
-            ),
-            slot=slot,
-            facts=facts,
-            num_fresh=1,
-            num_warps=4,
-        )
+    starts = metadata.query_start_loc
+    output_scale = starts if scale is None else scale  # a pointer that is never followed
+    lengths = (starts, metadata.seq_lens, metadata.block_table)
+    read = (query, cache.keys, cache.values, *lengths, output_scale)
+    if plan.num_splits == 1 and (scale is None or plan.quantises):
+        if not _ATTEND.repeat(slot, (output, *read), facts):
+            _attend((output, *read), cache, metadata, spec, plan, stored, slot, facts)
+        return
+    results = _room(query, metadata.num_tokens, spec, plan)
+    if not _ATTEND.repeat(slot, read, facts, fresh=(results,)):
+        given = (results, *read)
+        _attend(given, cache, metadata, spec, plan, AS_ATTENDED, slot, facts, num_fresh=1)
+    kernel, finish = (_REDUCE, _reduce) if plan.num_splits > 1 else (_QUANTISE, _quantise)
+    finished = (output, starts, output_scale)
+    if not kernel.repeat(slot, finished, facts, fresh=(results,)):
+        finish((results, *finished), metadata, spec, plan, stored, slot, facts)
+
+
+def _room(
+    query: torch.Tensor, num_tokens: int, spec: AttentionSpec, plan: LaunchPlan
+) -> torch.Tensor:
+    """Where `attend_kernel` writes what is not yet the output."""
+    if plan.num_splits == 1:
+        shape = (num_tokens, spec.num_heads, spec.head_size)
+        return torch.empty(shape, dtype=query.dtype, device=query.device)
+    num_results = num_tokens * spec.num_heads * plan.num_splits
+    return torch.empty(
+        num_results * (spec.head_size + NUM_STATS), dtype=torch.float32, device=query.device
+    )
 
 
 def _attend(
-    partial: torch.Tensor,
     tensors: tuple[torch.Tensor, ...],
     cache: LayerCache,
     metadata: AttentionMetadata,
@@ -118,20 +120,24 @@ def _attend(
     stored: tuple[Any, float, bool],
     slot: int,
     facts: Hashable,
+    *,
+    num_fresh: int = 0,
 ) -> None:
-    query, output = tensors[0], tensors[3]
-    output_strides = output.stride()
-    assert output_strides[2] == 1, "the elements of a head must be side by side"
+    results, query = tensors[:2]
+    is_split = plan.num_splits > 1  # and then strides of results are not read
     is_scaled = cache.keys.dtype.itemsize == 1
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    if stored is not AS_ATTENDED and plan.fp8_registers is not None:
+        options["maxnreg"] = plan.fp8_registers
     _ATTEND.launch(
         (plan.num_blocks * spec.num_kv_heads, plan.num_splits),
-        (partial, *tensors),
+        tensors,
         (
             metadata.num_reqs,
             spec.scale * LOG2_E * (cache.key_scale if is_scaled else 1.0),
             float(cache.value_scale) if is_scaled else 1.0,
             *query.stride()[:2],
-            *output_strides[:2],
+            *((0, 0) if is_split else _strides_of(results)),
             *cache_strides(cache.keys, cache.values),
             metadata.block_table.stride(0),
         ),
@@ -146,17 +152,68 @@ def _attend(
             plan.block_rows,
             plan.tile,
             plan.is_whole,
-            plan.num_splits > 1,
+            is_split,
             spec.head_size + NUM_STATS,
             *stored,
             IS_INTERPRETED,
         ),
         slot=slot,
         facts=facts,
-        num_fresh=1,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        num_fresh=num_fresh,
+        **options,
     )
+
+
+def _reduce(
+    tensors: tuple[torch.Tensor, ...],
+    metadata: AttentionMetadata,
+    spec: AttentionSpec,
+    plan: LaunchPlan,
+    stored: tuple[Any, float, bool],
+    slot: int,
+    facts: Hashable,
+) -> None:
+    size = spec.head_size
+    _REDUCE.launch(
+        (metadata.num_tokens, spec.num_heads),
+        tensors,
+        (metadata.num_reqs, *_strides_of(tensors[1])),
+        (size, _padded(size), plan.num_splits, size + NUM_STATS, *stored, IS_INTERPRETED),
+        slot=slot,
+        facts=facts,
+        num_fresh=1,
+        num_warps=4,
+    )
+
+
+def _quantise(
+    tensors: tuple[torch.Tensor, ...],
+    metadata: AttentionMetadata,
+    spec: AttentionSpec,
+    _plan: LaunchPlan,
+    stored: tuple[Any, float, bool],
+    slot: int,
+    facts: Hashable,
+) -> None:
+    padded = _padded(spec.head_size)
+    heads = min(next_power_of_2(spec.num_heads), QUANTISED_AT_ONCE // padded)
+    _QUANTISE.launch(
+        (metadata.num_tokens, -(-spec.num_heads // heads)),
+        tensors,
+        (metadata.num_reqs, *_strides_of(tensors[1])),
+        (spec.num_heads, heads, spec.head_size, padded, *stored, IS_INTERPRETED),
+        slot=slot,
+        facts=facts,
+        num_fresh=1,
+        num_warps=4,
+    )
+
+
+def _strides_of(output: torch.Tensor) -> tuple[int, int]:
+    """Of tokens and heads."""
+    strides = output.stride()
+    assert strides[2] == 1, "the elements of a head must be side by side"
+    return strides[0], strides[1]
 
 
 def _padded(head_size: int) -> int:
@@ -164,3 +221,4 @@ def _padded(head_size: int) -> int:
 
 
 _ATTEND, _REDUCE = KeptKernel(attend_kernel), KeptKernel(reduce_kernel)
+_QUANTISE = KeptKernel(quantise_kernel)

@@ -20,6 +20,9 @@ MIN_DOT_SIZE = 16
 MAX_SPLITS = 64
 """More would cost the reduction what they save."""
 
+MAX_KEYS_TO_QUANTISE = 1024
+"""How many keys a program with many queries walks over, at most, to quantise by itself."""
+
 PROGRAMS_PER_SM = 2
 """How many programs, at least, keep a multiprocessor's loads in flight."""
 
@@ -35,6 +38,8 @@ class Tiles:
         tile: keys of one step of the loop.
         num_warps: of the program.
         num_stages: tiles in flight.
+        fp8_registers: of a thread, at most, where the kernel quantises; None leaves it to the
+            compiler.
     """
 
     element_bytes: int
@@ -43,12 +48,23 @@ class Tiles:
     tile: int
     num_warps: int
     num_stages: int
+    fp8_registers: int | None = None
 
 
 # The first row that fits is taken; the last row of each kind of element and head gives the
 # largest block of queries.
 TILES = (
-    Tiles(element_bytes=2, max_head=128, max_rows=16, tile=128, num_warps=4, num_stages=3),
+    # By itself the compiler takes 168 registers to quantise: three programs for two, which 64
+    # requests do not fill.
+    Tiles(
+        element_bytes=2,
+        max_head=128,
+        max_rows=16,
+        tile=128,
+        num_warps=4,
+        num_stages=3,
+        fp8_registers=240,
+    ),
     Tiles(element_bytes=2, max_head=128, max_rows=64, tile=64, num_warps=4, num_stages=2),
     Tiles(element_bytes=2, max_head=256, max_rows=16, tile=32, num_warps=4, num_stages=5),
     Tiles(element_bytes=2, max_head=256, max_rows=64, tile=32, num_warps=8, num_stages=3),
@@ -71,6 +87,9 @@ class LaunchPlan:
         tile: keys of one step of the loop.
         num_warps: of a program.
         num_stages: tiles in flight.
+        quantises: what is to be quantised over keys that are not split is so by the program
+            itself, not by a kernel behind it.
+        fp8_registers: of `Tiles`.
     """
 
     num_blocks: int
@@ -80,6 +99,8 @@ class LaunchPlan:
     tile: int
     num_warps: int
     num_stages: int
+    quantises: bool
+    fp8_registers: int | None
 
 
 def next_power_of_2(number: int) -> int:
@@ -111,18 +132,21 @@ def plan_launch(
     num_blocks = metadata.num_reqs
     if not is_whole:
         num_blocks += metadata.num_tokens // block_queries
+    num_keys = min(metadata.max_seq_len, _reach(spec, metadata))
     return LaunchPlan(
         num_blocks=num_blocks,
         block_rows=block_rows,
         is_whole=is_whole,
         num_splits=choose_num_splits(
             num_programs=num_blocks * spec.num_kv_heads,
-            num_tiles=-(-min(metadata.max_seq_len, _reach(spec, metadata)) // tiles.tile),
+            num_tiles=-(-num_keys // tiles.tile),
             num_sms=num_sms,
         ),
         tile=tiles.tile,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        quantises=block_rows == MIN_DOT_SIZE or num_keys <= MAX_KEYS_TO_QUANTISE,
+        fp8_registers=tiles.fp8_registers,
     )
 
 
