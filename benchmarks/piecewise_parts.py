@@ -1,6 +1,7 @@
 """Host time of a PIECEWISE step: its graphs, its attention calls, and what it takes beyond them.
 
-The graphs and the calls of one step are run once more by themselves, in turns with the step.
+What one step launches is run once more by itself, in turns with the step: all of it in the step's
+order by a bare loop, which is what the step is held against, and its graphs and its calls alone.
 
     python benchmarks/piecewise_parts.py --shape 0.6B --attention triton,flash_attn_3
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,12 +32,21 @@ if TYPE_CHECKING:
 PIECEWISE = CUDAGraphMode.PIECEWISE
 COLUMNS = (
     ("whole step", "host_us"),
+    ("graphs and attention", "host_us"),
     ("graphs alone", "host_us"),
     ("attention alone", "host_us"),
     ("step at FULL", "host_us"),
     ("whole step", "wall_ms"),
     ("step at FULL", "wall_ms"),
 )
+
+
+class Launch(NamedTuple):
+    """A replay, or a call between two."""
+
+    is_graph: bool
+    call: Callable[..., Any]
+    given: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +57,18 @@ class Sections:
     calls: Mapping[str, Callable[..., Any]]
     held: Mapping[str, Sequence[Any]]
 
-    def graphs(self) -> list[Callable[[], Any]]:
-        """The replays, in order."""
-        return [self.calls[name] for name in self.held]
-
-    def eager(self, inputs: Sequence[Any]) -> list[tuple[Callable[..., Any], list[Any]]]:
-        """The calls between them, with their arguments in a step on these inputs."""
+    def launches(self, inputs: Sequence[Any]) -> list[Launch]:
+        """In the step's order, with their arguments in a step on these inputs."""
         values = dict(zip(self.split.inputs, inputs, strict=True))
+        found: list[Launch] = []
         for section in self.split.sections:
-            if section.name in self.held:
-                values |= zip(section.outputs, self.held[section.name], strict=True)
-        return [
-            (self.calls[section.name], [values[name] for name in section.inputs])
-            for section in self.split.sections
-            if section.name not in self.held
-        ]
+            call, held = self.calls[section.name], self.held.get(section.name)
+            if held is not None:
+                values |= zip(section.outputs, held, strict=True)
+                found.append(Launch(True, call, []))
+            else:
+                found.append(Launch(False, call, [values[name] for name in section.inputs]))
+        return found
 
 
 def noting(plans: list[Sections]) -> None:
@@ -88,7 +95,7 @@ def main() -> None:
     plans: list[Sections] = []
     noting(plans)
     names = [f"{name}, {'host us' if of == 'host_us' else 'wall ms'}" for name, of in COLUMNS]
-    names += ["beyond both, us a piece", "PIECEWISE : FULL"]
+    names += ["beyond graphs and attention, us a piece", "PIECEWISE : FULL"]
     print("| attention | pieces | " + " | ".join(names) + " |")
     print("|---|---|" + "---|" * len(names))
     with torch.no_grad():
@@ -121,12 +128,12 @@ def main() -> None:
             )
             rounds = {(name, of): getattr(times[name], of) for name, of in COLUMNS}
             beyond = [
-                (step - graphs - calls) / len(plans[-1].held)
-                for step, graphs, calls in zip(*(rounds[key] for key in COLUMNS[:3]), strict=True)
+                (step - launches) / len(plans[-1].held)
+                for step, launches in zip(rounds[COLUMNS[0]], rounds[COLUMNS[1]], strict=True)
             ]
             ratios = [
                 step / full
-                for step, full in zip(rounds[COLUMNS[4]], rounds[COLUMNS[5]], strict=True)
+                for step, full in zip(rounds[COLUMNS[-2]], rounds[COLUMNS[-1]], strict=True)
             ]
             cells = [cell(spread(rounds[key]), 1 if key[1] == "host_us" else 3) for key in COLUMNS]
             cells += [cell(spread(beyond), 2), cell(spread(ratios), 3)]
@@ -134,23 +141,28 @@ def main() -> None:
 
 
 def parts(runner: GraphModelRunner, plan: Sections, batch: Any) -> dict[str, Step]:
-    """A step's graphs, and its attention calls, each by themselves."""
+    """What a step launches, and its graphs and its attention calls, each by themselves."""
     steps = runner._captured.piecewise._steps
     ((key, step),) = steps.items()
     layout = runner._parts.loader.inputs.layout(1, 1)
     metadata = runner.builder.build(batch.attention, batch.query_lens, layout.tensors)
-    replays, calls = plan.graphs(), plan.eager(step.args)
+    launches = plan.launches(step.args)
 
-    def graphs() -> None:
-        for replay in replays:
-            replay()
+    def running(chosen: Sequence[Launch]) -> Step:
+        calls = [(each.call, each.given) for each in chosen]
 
-    def attention() -> None:
-        with enter_forward_context(ForwardContext(metadata, PIECEWISE, key), SetBy.USER):
-            for call, given in calls:
-                call(*given)
+        def run() -> None:
+            with enter_forward_context(ForwardContext(metadata, PIECEWISE, key), SetBy.USER):
+                for call, given in calls:
+                    call(*given)
 
-    return {"graphs alone": graphs, "attention alone": attention}
+        return run
+
+    return {
+        "graphs and attention": running(launches),
+        "graphs alone": running([each for each in launches if each.is_graph]),
+        "attention alone": running([each for each in launches if not each.is_graph]),
+    }
 
 
 if __name__ == "__main__":
