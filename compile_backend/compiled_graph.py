@@ -239,6 +239,7 @@ class CompiledGraph:
                 self._captured_ahead.discard((mode, key))
                 self._num_shapes[mode, key.num_tokens] -= 1
                 self.stats.rows.pop((mode, key), None)
+            self._outputs.forget(number)
 
     def _plain_call(self, args: tuple[Any, ...]) -> Sequence[Any]:
         rules = self._rules
@@ -382,7 +383,8 @@ class CompiledGraph:
             metadata: of attention in this step.
 
         Returns:
-            The outputs; None if the key has another plan by now, or none.
+            The outputs, valid until the next step of the same runner; None if the key has another
+            plan by now, or none.
         """
         with self._one_at_a_time:
             if self._plans.get(key) is not plan:
@@ -391,7 +393,8 @@ class CompiledGraph:
             outputs = self._replay(ForwardContext(metadata, _PIECEWISE, key), args, stats)
             assert outputs is not None, "the key has a plan"
             stats.steps += 1
-            return self._outputs.give((_PIECEWISE, key), outputs, args, args)
+            row, runner = (_PIECEWISE, key), runner_of(key)
+            return self._outputs.lend(row, outputs, args, runner, self._growth(key))
 
     def _replay(
         self, own: ForwardContext, static_args: Sequence[Any], stats: KeyStats

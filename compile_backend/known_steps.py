@@ -87,6 +87,7 @@ class KnownPieces:
         pieces: repeats it.
         inputs: the memory.
         layout: of the key, in it.
+        sending: a short way to bring it to the device; None if there is none.
         builder: of attention's metadata; None without attention.
         stats: the counts of its key.
         cut: takes the padding off what the model returned.
@@ -98,6 +99,7 @@ class KnownPieces:
     pieces: PiecewiseSteps
     inputs: StepInputs
     layout: Layout
+    sending: object | None
     builder: MetadataBuilder | None
     stats: KeyStats
     cut: OutputCut
@@ -112,7 +114,8 @@ class KnownPieces:
         return self._run(batch)
 
     def _run(self, batch: Batch) -> Any:
-        self.inputs.send(self.layout)
+        if self.sending is None or not shortcuts.copy(self.sending):
+            self.inputs.send(self.layout)
         metadata = None
         if self.builder is not None:
             query_lens = np.asarray(batch.query_lens, np.int32)

@@ -1,17 +1,23 @@
 """What a caller gets back from a replay: its own memory, never the graph's.
 
-A graph writes the same output memory in every replay. Callers get copies (or, if they asked for
-it, the memory itself until the next call), and views of inputs as views of their own inputs.
+A graph writes the same output memory in every replay, and other graphs may write there, too.
+Callers get copies (or, if they asked for it, the memory itself until the next call), and views of
+inputs as views of their own inputs. Whoever is done with them by its next step gets copies in
+memory that stays.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compile_backend import shortcuts
+from compile_backend.boundary import SharedBuffer
 from compile_backend.layout import memory_of, owners_of_memory
+from compile_backend.torch_internals.cuda import copy_all
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -33,6 +39,36 @@ class _Together:
     start: int
     extent: int
 
+    def whole(self, outputs: Sequence[Any]) -> torch.Tensor:
+        """All of the memory, in one dimension."""
+        first: torch.Tensor = outputs[self.members[0]]
+        return first.as_strided((self.extent,), (1,), self.start)
+
+    def view(self, copy: torch.Tensor, outputs: Sequence[Any], returned: list[Any]) -> None:
+        """Put views of a copy of the memory in the places of the outputs."""
+        for i in self.members:
+            offset = outputs[i].storage_offset() - self.start + copy.storage_offset()
+            returned[i] = copy.as_strided(outputs[i].size(), outputs[i].stride(), offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """A key's outputs, and the copies of them that are handed out.
+
+    Attributes:
+        outputs: the graph's own, as they were.
+        returned: likewise, with copies in place of those that are copied.
+        targets: the copies.
+        sources: what they are of.
+        copies: a short way to fill them; None if there is none.
+    """
+
+    outputs: tuple[Any, ...]
+    returned: list[Any]
+    targets: list[torch.Tensor]
+    sources: list[torch.Tensor]
+    copies: object | None
+
 
 class OutputReturns:
     """Turns a graph's outputs into the caller's.
@@ -44,6 +80,8 @@ class OutputReturns:
     def __init__(self, *, clone: bool) -> None:
         self._clone = clone
         self._plans: dict[Hashable, tuple[list[Any], list[_Together]]] = {}
+        self._lent: dict[Hashable, _Lent] = {}
+        self._memory: dict[Hashable, dict[int, SharedBuffer]] = {}
 
     def give(
         self,
@@ -60,9 +98,7 @@ class OutputReturns:
             static_args: what the graph ran on.
             args: what the caller passed.
         """
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._make(outputs, static_args)
+        plan = self._plan(key, outputs, static_args)
         returned = []
         for output, how in zip(outputs, plan[0], strict=True):
             if how is None:
@@ -74,12 +110,80 @@ class OutputReturns:
                 offset = owner.storage_offset() + how.offset
                 returned.append(owner.as_strided(output.size(), output.stride(), offset))
         for together in plan[1]:
-            _copy_together(together, outputs, returned)
+            together.view(together.whole(outputs).clone(), outputs, returned)
         return returned
+
+    def lend(
+        self,
+        key: Hashable,
+        outputs: Sequence[Any],
+        args: Sequence[Any],
+        borrower: Hashable,
+        growth: int,
+    ) -> list[Any]:
+        """The outputs of a step until the borrower's next one, whichever key that has.
+
+        Args:
+            key: whose graphs made the outputs.
+            outputs: in the graph's memory.
+            args: what the caller passed, and what the graph ran on.
+            borrower: whose memory to use.
+            growth: how many times larger outputs may be at other keys.
+        """
+        lent = self._lent.get(key)
+        if lent is None:
+            lent = self._lent[key] = self._lend(key, outputs, args, borrower, growth)
+        if not all(map(operator.is_, lent.outputs, outputs)):  # made anew in each step
+            return self.give(key, outputs, args, args)
+        if lent.targets and (lent.copies is None or not shortcuts.copy(lent.copies)):
+            copy_all(lent.targets, lent.sources)
+        return lent.returned
+
+    def forget(self, borrower: Hashable) -> None:
+        """Let go of a borrower's memory; none of its keys comes again."""
+        self._memory.pop(borrower, None)
+        self._lent.clear()
 
     def reset(self) -> None:
         """Forget every key."""
         self._plans.clear()
+        self._lent.clear()
+
+    def _lend(
+        self,
+        key: Hashable,
+        outputs: Sequence[Any],
+        args: Sequence[Any],
+        borrower: Hashable,
+        growth: int,
+    ) -> _Lent:
+        hows, all_together = self._plan(key, outputs, args)
+        memory = self._memory.setdefault(borrower, {})
+        returned = list(outputs)
+        targets, sources = [], []
+
+        def target_of(index: int, source: torch.Tensor) -> torch.Tensor:
+            shared = memory.setdefault(index, SharedBuffer(source.device))
+            targets.append(shared.like(source, growth))
+            sources.append(source)
+            return targets[-1]
+
+        for index, how in enumerate(hows):
+            if how is _COPY:
+                returned[index] = target_of(index, outputs[index])
+        for together in all_together:
+            copy = target_of(together.members[0], together.whole(outputs))
+            together.view(copy, outputs, returned)
+        copies = shortcuts.copies_of(list(zip(targets, sources, strict=True)))
+        return _Lent(tuple(outputs), returned, targets, sources, copies)
+
+    def _plan(
+        self, key: Hashable, outputs: Sequence[Any], static_args: Sequence[Any]
+    ) -> tuple[list[Any], list[_Together]]:
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._make(outputs, static_args)
+        return plan
 
     def _make(
         self, outputs: Sequence[Any], static_args: Sequence[Any]
@@ -116,11 +220,3 @@ def _span(members: Sequence[int], outputs: Sequence[Any]) -> _Together:
     start = min(outputs[i].storage_offset() for i in members)
     end = max(outputs[i].storage_offset() + memory_of(outputs[i]).numel() for i in members)
     return _Together(tuple(members), start, end - start)
-
-
-def _copy_together(together: _Together, outputs: Sequence[Any], returned: list[Any]) -> None:
-    first = outputs[together.members[0]]
-    copy = first.as_strided((together.extent,), (1,), together.start).clone()
-    for i in together.members:
-        offset = outputs[i].storage_offset() - together.start
-        returned[i] = copy.as_strided(outputs[i].size(), outputs[i].stride(), offset)

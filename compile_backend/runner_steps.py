@@ -203,6 +203,15 @@ class RunnerSteps:
             inputs, stats = self._loader.inputs, self._stats.at(mode, key.relaxed())
             layout, builder = inputs.layout(*self._model_steps.padded(key)), self._builder
             step = KnownPieces(
-                key, pieces, inputs, layout, builder, stats, self._cut, num_tokens, num_reqs
+                key,
+                pieces,
+                inputs,
+                layout,
+                inputs.sending(layout),
+                builder,
+                stats,
+                self._cut,
+                num_tokens,
+                num_reqs,
             )
             self.known.learn(to_learn, highest_mode, layout, step)

@@ -12,8 +12,10 @@ import contextlib
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from compile_backend.layout import memory_of
 from compile_backend.torch_internals.cuda import (
     address_in_cpp,
+    copy_functions,
     data_ptr_function,
     event_functions,
     kernel_functions,
@@ -114,6 +116,10 @@ were."""
 launch: Callable[[object], bool] = _built.launch if _built is not None else _declined(False)
 """`(what launch_of returned)`: replay on the current stream, if the graph's device is current."""
 
+copy: Callable[[object], bool] = _built.copy if _built is not None else _declined(False)
+"""`(what copies_of returned)`: put the copies on the current stream, if their device is
+current."""
+
 repeat_kernel: Callable[[object, tuple[Any, ...], object, tuple[Any, ...]], bool] = (
     _built.repeat_kernel if _built is not None else _declined(False)
 )
@@ -204,6 +210,40 @@ def launch_of(graph: torch.cuda.CUDAGraph, device: int) -> object | None:
         return None
     held: object = _built.launch_of(graph.raw_cuda_graph_exec(), device, *functions)
     return held
+
+
+def copies_of(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], event: torch.cuda.Event | None = None
+) -> object | None:
+    """A short way to copy between tensors that stay, for `copy`.
+
+    Args:
+        pairs: targets and sources, of which either is on one CUDA device and the other there, too,
+            or in pinned memory. Their memory must outlive what is returned.
+        event: recorded behind them, as it was before; must outlive what is returned.
+
+    Returns:
+        None where torch has to copy: for tensors whose bytes are not the same.
+    """
+    functions = None if _built is None else copy_functions()
+    if functions is None or not pairs or not all(_have_the_same_bytes(*pair) for pair in pairs):
+        return None
+    device = next(tensor.device for tensor in pairs[0] if tensor.is_cuda)
+    numbers: list[int] = []
+    for target, source in pairs:
+        num_bytes = source.numel() * source.element_size()
+        numbers += [target.data_ptr(), source.data_ptr(), num_bytes]
+    handle = 0 if event is None else event.cuda_event
+    copies: object = _built.copies_of(numbers, device.index, handle, *functions)
+    return copies
+
+
+def _have_the_same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether bytes of one are bytes of the other, none of them between elements."""
+    is_alike = (target.dtype, target.stride()) == (source.dtype, source.stride())
+    is_plain = source.is_neg() == target.is_neg() and source.is_conj() == target.is_conj()
+    has_no_gaps = memory_of(source).numel() == source.numel()
+    return is_alike and target.shape == source.shape and is_plain and has_no_gaps
 
 
 def kernel_of(

@@ -277,6 +277,13 @@ class StepInputs:
             target.copy_(source, non_blocking=True)
             self._copied.record()
 
+    def sending(self, layout: Layout) -> object | None:
+        """For `shortcuts.copy`: what `send` does outside of captures, after it did that once."""
+        if self._copied is None:
+            return None
+        source, target = layout.block
+        return shortcuts.copies_of([(target, source)], self._copied)
+
     def _offsets(self, num_tokens: int, num_reqs: int) -> tuple[list[int], int]:
         offsets, end = [], 0
         for spec in self._specs:

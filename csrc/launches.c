@@ -1,4 +1,4 @@
-/* Launches on the current stream, of graphs and of kernels, by the driver's own functions. */
+/* Launches on the current stream: graphs, kernels and copies, by the driver's own functions. */
 
 #include "shortcuts.h"
 
@@ -65,6 +65,103 @@ static PyObject *launch(PyObject *self, PyObject *capsule)
     int error;
     Py_BEGIN_ALLOW_THREADS; /* it waits while the device's queue is full */
     error = held->launch_graph(held->exec, stream);
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(error == 0);
+}
+
+/* --- copies ---------------------------------------------------------------------------------- */
+
+typedef int (*CopyAsync)(uint64_t target, uint64_t source, size_t num_bytes, void *stream);
+typedef int (*RecordEvent)(void *event, void *stream);
+
+/* Copies between addresses that stay, and an event behind them; NULL for none. */
+typedef struct {
+    Py_ssize_t num;
+    uint64_t *numbers; /* target, source and bytes of each */
+    int32_t device;
+    void *event;
+    CurrentDevice current_device;
+    CurrentStream current_stream;
+    CopyAsync copy;
+    RecordEvent record;
+} Copies;
+
+static const char COPIES[] = "compile_backend.Copies";
+
+static void free_copies(Copies *copies)
+{
+    PyMem_Free(copies->numbers);
+    PyMem_Free(copies);
+}
+
+static void free_copies_of(PyObject *capsule)
+{
+    free_copies(PyCapsule_GetPointer(capsule, COPIES));
+}
+
+/* copies_of(numbers, device, event, current_device, current_stream, copy, record) -> Copies
+ *
+ * The first are target, source and bytes of each copy, one after the other, in memory that must
+ * outlive it, as must the event; 0 for none. The last four are addresses of functions.
+ */
+static PyObject *copies_of(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 7 || !PyList_CheckExact(args[0]) || PyList_GET_SIZE(args[0]) % 3 != 0) {
+        PyErr_SetString(PyExc_TypeError, "copies_of takes a list of threes and six numbers");
+        return NULL;
+    }
+    Copies *made = PyMem_Calloc(1, sizeof(Copies));
+    if (made == NULL) {
+        return PyErr_NoMemory();
+    }
+    Py_ssize_t num_numbers = PyList_GET_SIZE(args[0]);
+    made->num = num_numbers / 3;
+    made->numbers = PyMem_Calloc(num_numbers + 1, sizeof(uint64_t));
+    if (made->numbers == NULL) {
+        free_copies(made);
+        return PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; i < num_numbers && !PyErr_Occurred(); i++) {
+        made->numbers[i] = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(args[0], i));
+    }
+    made->device = (int32_t)PyLong_AsLong(args[1]);
+    made->event = PyLong_AsVoidPtr(args[2]);
+    made->current_device = (CurrentDevice)PyLong_AsVoidPtr(args[3]);
+    made->current_stream = (CurrentStream)PyLong_AsVoidPtr(args[4]);
+    made->copy = (CopyAsync)PyLong_AsVoidPtr(args[5]);
+    made->record = (RecordEvent)PyLong_AsVoidPtr(args[6]);
+    if (PyErr_Occurred()) {
+        free_copies(made);
+        return NULL;
+    }
+    return PyCapsule_New(made, COPIES, free_copies_of);
+}
+
+/* copy(Copies) -> whether all of it is on its way, on the current stream of its device
+ *
+ * False on another current device, and for errors, which torch's own copies then raise.
+ */
+static PyObject *copy(PyObject *self, PyObject *capsule)
+{
+    Copies *held = PyCapsule_GetPointer(capsule, COPIES);
+    if (held == NULL) {
+        return NULL;
+    }
+    int32_t device = -1;
+    void *stream = NULL;
+    if (held->current_device(&device) != 0 || device != held->device ||
+        held->current_stream(device, &stream) != 0) {
+        Py_RETURN_FALSE;
+    }
+    int error = 0;
+    Py_BEGIN_ALLOW_THREADS; /* it waits while the device's queue is full */
+    for (Py_ssize_t i = 0; error == 0 && i < held->num; i++) {
+        const uint64_t *numbers = &held->numbers[3 * i];
+        error = held->copy(numbers[0], numbers[1], (size_t)numbers[2], stream);
+    }
+    if (error == 0 && held->event != NULL) {
+        error = held->record(held->event, stream);
+    }
     Py_END_ALLOW_THREADS;
     return PyBool_FromLong(error == 0);
 }
@@ -226,6 +323,8 @@ static PyObject *repeat_kernel(PyObject *self, PyObject *const *args, Py_ssize_t
 PyMethodDef launch_methods[] = {
     {"launch_of", (PyCFunction)(void (*)(void))launch_of, METH_FASTCALL, NULL},
     {"launch", launch, METH_O, NULL},
+    {"copies_of", (PyCFunction)(void (*)(void))copies_of, METH_FASTCALL, NULL},
+    {"copy", copy, METH_O, NULL},
     {"kernel_of", kernel_of, METH_VARARGS, NULL},
     {"repeat_kernel", (PyCFunction)(void (*)(void))repeat_kernel, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},

@@ -364,13 +364,20 @@ def test_steps_of_hugging_face_models_are_known():
     assert len(runner._captured.piecewise._steps) == 1
 
 
-def test_results_of_known_steps_are_the_callers():
+def test_results_of_known_steps_are_valid_until_the_next_step():
     """They are copies: graphs of other functions share the memory pool of the pieces."""
     assert WIDTH > 1
     model = PagedToy()
-    loop = run_of(compiled_toy(model), model)
+    called = compiled_toy(model)
+    loop, other = run_of(called, model), run_of(called, model)
     prefill_and_decode(loop, 4)
+    prefill_and_decode(other, 4)
     first = loop.step(loop.grow(0, 1))
     kept = first.clone()
-    loop.step(loop.grow(0, 1))
+    other.step(other.grow(0, 1))
     torch.testing.assert_close(first, kept, rtol=0, atol=0)
+    first.zero_()  # as callers may
+    other.step(other.grow(0, 1))
+    second = loop.step(loop.grow(0, 1))
+    assert second.data_ptr() == first.data_ptr()
+    assert (second != 0).any()

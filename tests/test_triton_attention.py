@@ -14,7 +14,14 @@ from compile_backend.attention.kv_cache import LayerCache, store
 from compile_backend.attention.metadata import AttentionMetadata
 from compile_backend.attention.spec import AttentionSpec, CacheFormat
 from compile_backend.attention.triton_attention import TritonAttention
-from compile_backend.attention.triton_plan import TILES, choose_num_splits, plan_launch
+from compile_backend.attention.triton_plan import (
+    MIN_DOT_SIZE,
+    TILES,
+    LaunchPlan,
+    choose_num_splits,
+    plan_facts,
+    plan_launch,
+)
 from compile_backend.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -344,7 +351,52 @@ def test_programs_quantise_where_the_way_over_the_keys_is_short(
     assert plan_launch(spec, metadata, 2, 132).quantises is expected
 
 
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@given(
+    lengths=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 2100)), min_size=2, max_size=8, unique=True
+    ),
+    window=st.sampled_from([None, 100, 1000]),
+    num_reqs=st.integers(1, 3),
+)
+@settings(deadline=None)
+def test_batches_with_equal_facts_have_equal_plans(
+    element_bytes: int, lengths: list[tuple[int, int]], window: int | None, num_reqs: int
+) -> None:
+    nothing = torch.empty(0)
+    spec = Case(lengths=(), num_heads=4, num_kv_heads=2, window=window).spec
+    found: dict[tuple[int, ...], LaunchPlan] = {}
+    for query_len, seq_len in lengths:
+        for more in range(20):
+            metadata = AttentionMetadata(
+                num_tokens=query_len * num_reqs,
+                num_reqs=num_reqs,
+                query_start_loc=nothing,
+                seq_lens=nothing,
+                block_table=nothing,
+                slot_mapping=nothing,
+                max_query_len=query_len,
+                max_seq_len=seq_len + more,
+            )
+            plan = plan_launch(spec, metadata, element_bytes, 132)
+            assert found.setdefault(plan_facts(metadata), plan) == plan
+
+
+def test_equal_plans_of_a_layer_are_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compile_backend.attention.triton_attention._MOST_PLANS", 40)
+    batch = make_batch(Case(lengths=((1, 20), (1, 3))), CPU)
+    plans = [
+        batch.backend.prepare(replace(batch.metadata, max_seq_len=length))
+        for length in (17, 18, 33, 49, 640, 17)
+    ]
+    assert len({id(plan) for plan in plans}) == len(set(plans)) == 1  # one SM: never split
+    for length in range(1, 16 * 100, 16):
+        batch.backend.prepare(replace(batch.metadata, max_seq_len=length))
+    assert len(batch.backend._plans) <= 40
+
+
 def test_larger_blocks_come_later_in_the_table() -> None:
+    assert all(row.tile % MIN_DOT_SIZE == 0 for row in TILES)
     keys = [(row.element_bytes, row.max_head, row.max_rows) for row in TILES]
     assert keys == sorted(keys)
 

@@ -12,7 +12,7 @@ import torch
 
 from compile_backend.attention.backend import AttentionBackend
 from compile_backend.attention.requirements import it_needs, lacking_device, lacking_package
-from compile_backend.attention.triton_plan import LaunchPlan, plan_launch
+from compile_backend.attention.triton_plan import LaunchPlan, plan_facts, plan_launch
 from compile_backend.errors import ConfigError
 from compile_backend.support import AttentionCGSupport
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MAX_HEAD_SIZE = 256
 MAX_GROUP = 128
 FP8_CAPABILITY = (8, 9)
+_MOST_PLANS = 4096
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
 
@@ -45,7 +46,8 @@ class TritonAttention(AttentionBackend):
         self._attend = attend_with_triton
         # Queries are expected as wide as the cache; those of an 8-bit cache as half precision.
         self._element_bytes = max(2, cache.dtype.itemsize)
-        self._last_plan: LaunchPlan | None = None
+        self._plans: dict[tuple[int, ...], LaunchPlan] = {}
+        self._distinct_plans: dict[LaunchPlan, LaunchPlan] = {}
         # Older devices have no such floats, and the interpreter rounds to them wrongly.
         self._writes_fp8 = (
             device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
@@ -107,11 +109,16 @@ class TritonAttention(AttentionBackend):
 
     def prepare(self, metadata: AttentionMetadata) -> LaunchPlan:
         """Tiles and splits for the batch, for queries of the usual dtype."""
-        plan = plan_launch(self.spec, metadata, self._element_bytes, self._num_sms)
-        last = self._last_plan
-        if plan == last:
-            return last  # the very object: each layer compares it with that of its last launch
-        self._last_plan = plan
+        facts = plan_facts(metadata)
+        plan = self._plans.get(facts)
+        if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+                self._distinct_plans.clear()
+            plan = plan_launch(self.spec, metadata, self._element_bytes, self._num_sms)
+            # Each layer compares the plan with that of its last launch: the very object is quick.
+            plan = self._distinct_plans.setdefault(plan, plan)
+            self._plans[facts] = plan
         return plan
 
     def forward(

@@ -171,6 +171,15 @@ def launch_functions() -> list[int] | None:
 
 
 @functools.cache
+def copy_functions() -> list[int] | None:
+    """Addresses of what copies and records an event, after those of the current device and stream.
+
+    Copies are between addresses of any memory that the device reaches.
+    """
+    return _current_and("cuMemcpyAsync", "cuEventRecord")
+
+
+@functools.cache
 def kernel_functions() -> list[int] | None:
     """Addresses of what a bare launch of a kernel calls, likewise."""
     return _current_and("cuLaunchKernel")
@@ -207,14 +216,14 @@ def event_functions() -> list[int] | None:
     return _driver_functions("cuEventQuery", "cuEventSynchronize")
 
 
-def _current_and(launch: str) -> list[int] | None:
-    """What tells the current device and its current stream, then a function of the driver."""
+def _current_and(*names: str) -> list[int] | None:
+    """What tells the current device and its current stream, then functions of the driver."""
     device = _stable_functions("aoti_torch_get_current_device_index")
     stream = _stable_functions("aoti_torch_get_current_cuda_stream", library="libtorch_cuda.so")
-    function = _driver_functions(launch)
-    if device is None or stream is None or function is None:
+    functions = _driver_functions(*names)
+    if device is None or stream is None or functions is None:
         return None
-    return [*device, *stream, *function]
+    return [*device, *stream, *functions]
 
 
 def _driver_functions(*names: str) -> list[int] | None:
