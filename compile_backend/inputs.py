@@ -141,8 +141,8 @@ class _Loaded:
     """One key's buffers, how to fill them, and where all else was. Holds no weights alive.
 
     `wrappers` has the addresses inside of inputs that only wrap others, as quantized weights do;
-    `places` is a short way to compare all addresses, None where there is none; `apart` is where
-    callers' tensors last were when none of them overlapped.
+    `places` is a short way to compare all addresses, None where there is none, and `short` one to
+    copy; `apart` is where callers' tensors last were when none of them overlapped.
     """
 
     buffers: list[tuple[int, torch.Tensor]]
@@ -154,6 +154,7 @@ class _Loaded:
     copies: list[tuple[list[torch.Tensor], list[int]]]
     irregular: list[tuple[torch.Tensor, int]]
     apart: tuple[object, ...] | None = None
+    short: object | None = None
 
 
 class InputBuffers:
@@ -297,6 +298,9 @@ class InputBuffers:
         copies = list(by_dtype.values())
         loaded = _Loaded(buffers, [], {}, None, frozenset(), frozenset(), copies, irregular)
         self._look_at(loaded, args)
+        if not irregular:
+            targets = [buffer for _, buffer in buffers]
+            loaded.short = shortcuts.inputs_of(tuple(args), self.copied, targets)
         return loaded
 
     def _have_moved(self, loaded: _Loaded, args: Sequence[Any]) -> bool:
@@ -339,6 +343,8 @@ class InputBuffers:
 
 
 def _copy(loaded: _Loaded, args: Sequence[Any]) -> None:
+    if loaded.short is not None and shortcuts.copy_inputs(loaded.short, tuple(args)):
+        return
     for targets, positions in loaded.copies:
         copy_all(targets, [args[i] for i in positions])
     for target, position in loaded.irregular:

@@ -20,6 +20,7 @@ from compile_backend.torch_internals.cuda import (
     event_functions,
     kernel_functions,
     launch_functions,
+    layout_functions,
     tensor_handles,
 )
 
@@ -40,6 +41,9 @@ NOT_BUILT = (
 
 MOST_PARAMETERS = 64
 """Of a kernel that `kernel_of` takes."""
+
+MOST_INPUTS = 16
+"""That `inputs_of` takes."""
 
 Row = tuple[str, Any, int, int, float, int]
 """An input: its name, its array on the host or None, the dimension that changes, with what it
@@ -119,6 +123,12 @@ launch: Callable[[object], bool] = _built.launch if _built is not None else _dec
 copy: Callable[[object], bool] = _built.copy if _built is not None else _declined(False)
 """`(what copies_of returned)`: put the copies on the current stream, if their device is
 current."""
+
+copy_inputs: Callable[[object, tuple[Any, ...]], bool] = (
+    _built.copy_inputs if _built is not None else _declined(False)
+)
+"""`(what inputs_of returned, args)`: put the copies on the current stream, likewise, if the
+arguments are tensors of the same sizes, strides and dtypes."""
 
 repeat_kernel: Callable[[object, tuple[Any, ...], object, tuple[Any, ...]], bool] = (
     _built.repeat_kernel if _built is not None else _declined(False)
@@ -218,8 +228,8 @@ def copies_of(
     """A short way to copy between tensors that stay, for `copy`.
 
     Args:
-        pairs: targets and sources, of which either is on one CUDA device and the other there, too,
-            or in pinned memory. Their memory must outlive what is returned.
+        pairs: targets on one CUDA device, and sources there or in pinned memory. All of it must
+            outlive what is returned.
         event: recorded behind them, as it was before; must outlive what is returned.
 
     Returns:
@@ -228,14 +238,46 @@ def copies_of(
     functions = None if _built is None else copy_functions()
     if functions is None or not pairs or not all(_have_the_same_bytes(*pair) for pair in pairs):
         return None
-    device = next(tensor.device for tensor in pairs[0] if tensor.is_cuda)
     numbers: list[int] = []
     for target, source in pairs:
         num_bytes = source.numel() * source.element_size()
         numbers += [target.data_ptr(), source.data_ptr(), num_bytes]
     handle = 0 if event is None else event.cuda_event
-    copies: object = _built.copies_of(numbers, device.index, handle, *functions)
+    device = pairs[0][0].device.index or 0
+    copies: object = _built.copies_of(numbers, device, handle, *functions)
     return copies
+
+
+def inputs_of(
+    args: tuple[Any, ...], positions: Sequence[int], targets: Sequence[torch.Tensor]
+) -> object | None:
+    """A short way to copy some arguments of a call, for `copy_inputs`; it keeps none alive.
+
+    Args:
+        args: of the call; on the device of the targets, as those of all later calls.
+        positions: of those to copy.
+        targets: where to; must outlive what is returned.
+
+    Returns:
+        None where torch has to copy.
+    """
+    copying = None if _built is None else copy_functions()
+    telling = None if copying is None else layout_functions()
+    sources = [args[i] for i in positions]
+    if copying is None or telling is None or not sources or len(sources) > MOST_INPUTS:
+        return None
+    if not all(map(_have_the_same_bytes, targets, sources)):
+        return None
+    inputs: object | None = _built.inputs_of(
+        args,
+        list(positions),
+        [address_in_cpp(source) for source in sources],
+        [target.data_ptr() for target in targets],
+        [source.numel() * source.element_size() for source in sources],
+        targets[0].device.index or 0,
+        (*copying[:3], *telling),
+    )
+    return inputs
 
 
 def _have_the_same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:

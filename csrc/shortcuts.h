@@ -47,4 +47,14 @@ Py_ssize_t put_rows(PyObject *rows, Py_ssize_t num_rows, PyObject *values, Py_ss
  */
 int fill(PyObject *const *batch, PyObject *const *held, int is_refill);
 
+/* --- what launches.c uses of tensors.c --- */
+
+/* Functions of torch's stable C interface (aoti_torch/c/shim.h), handed over by Python. */
+typedef int32_t (*GetDataPtr)(void *tensor, void **address);
+typedef int32_t (*GetDim)(void *tensor, int64_t *num_dims);
+typedef int32_t (*GetNumbers)(void *tensor, int64_t **numbers);
+
+/* Where a Python object holds its tensor; -1 if nowhere that is known. */
+Py_ssize_t offset_of(PyObject *object, void *tensor);
+
 #endif

@@ -2,10 +2,6 @@
 
 #include "shortcuts.h"
 
-/* Functions of torch's stable C interface (aoti_torch/c/shim.h), handed over by Python. */
-typedef int32_t (*GetDataPtr)(void *tensor, void **address);
-typedef int32_t (*GetDim)(void *tensor, int64_t *num_dims);
-typedef int32_t (*GetNumbers)(void *tensor, int64_t **numbers);
 typedef int32_t (*DeleteTensor)(void *tensor);
 
 /* So many sizes and strides lie in a tensor itself, at places that stay; torch allocates memory
@@ -270,8 +266,7 @@ static inline void *handle_in(PyObject *object, Py_ssize_t offset)
     return (char *)object + offset;
 }
 
-/* Where a Python object holds its tensor; -1 if nowhere that is known. */
-static Py_ssize_t offset_of(PyObject *object, void *tensor)
+Py_ssize_t offset_of(PyObject *object, void *tensor)
 {
     Py_ssize_t end = Py_TYPE(object)->tp_basicsize - (Py_ssize_t)sizeof(void *);
     for (Py_ssize_t offset = sizeof(PyObject); offset <= end; offset += sizeof(void *)) {

@@ -72,6 +72,64 @@ def test_results_of_several_dtypes_in_one_memory_are_right():
     torch.testing.assert_close(second, memory.view(torch.int32))
 
 
+def lent(returns: OutputReturns, outputs: list[Any], args: Any = (), **told: Any) -> list[Any]:
+    told = {"key": "key", "borrower": 0, "growth": 1, **told}
+    return returns.lend(told["key"], outputs, args, told["borrower"], told["growth"])
+
+
+def test_what_is_lent_is_the_same_memory_at_every_step():
+    returns = OutputReturns(clone=True)
+    memory = torch.arange(8.0)
+    static = torch.ones(3)
+    outputs = [torch.ones(4), memory[:4], memory[4:].view(2, 2), static[1:], None, 3]
+    outputs.append(torch.ones(1, 4).expand(3, 4))
+    first = lent(returns, outputs, [static])
+    for value in (2.0, 3.0):
+        memory.fill_(value)
+        outputs[0].fill_(value)
+        again = lent(returns, outputs, [static])
+        for one, other, output in zip(again, first, outputs, strict=True):
+            assert one is other
+            if isinstance(output, torch.Tensor):
+                assert one.stride() == output.stride()
+                assert torch.equal(one, output)
+            else:
+                assert one is output
+    assert again[3].data_ptr() == static[1:].data_ptr()
+    for index in (0, 1, 2, 6):
+        assert again[index].data_ptr() != outputs[index].data_ptr()
+
+
+def test_keys_share_the_memory_of_a_borrower():
+    returns = OutputReturns(clone=True)
+    small, large = [torch.ones(4)], [torch.full((8,), 2.0)]
+    first = lent(returns, small, key="small", growth=2)[0]
+    second = lent(returns, large, key="large")[0]
+    assert first.data_ptr() == second.data_ptr()
+    other = lent(returns, large, key="large of another", borrower=1)[0]
+    assert other.data_ptr() != second.data_ptr()
+    returns.forget(0)
+    assert lent(returns, large, key="new")[0].data_ptr() != second.data_ptr()
+
+
+def test_outputs_that_are_made_anew_are_copied():
+    returns = OutputReturns(clone=True)
+    for value in (1.0, 2.0, 3.0):
+        output = torch.full((4,), value)
+        (copy,) = lent(returns, [output])
+        output.zero_()
+        assert copy.tolist() == [value] * 4
+
+
+def test_nothing_is_lent_of_what_is_handed_on():
+    returns = OutputReturns(clone=False)
+    output = torch.ones(4)
+    for _ in range(2):
+        first, second = lent(returns, [output, 3])
+        assert first is output
+        assert second == 3
+
+
 # --- through the backend ----------------------------------------------------------------------
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import operator
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -307,3 +309,160 @@ def test_other_objects_are_no_arguments_in_place() -> None:
     places = places_of(args)
     for others in ((1, 2, 3, 4), ("", None, [], {}), (object(),) * 4, [*args], ()):
         assert not shortcuts.are_in_place(places, others)
+
+
+# --- copies -----------------------------------------------------------------------------------
+
+
+class Driver:
+    """Stands for the driver: copies at once, on the stream of device 0."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device, self.error, self.recorded = 0, 0, []
+        of_device = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(ctypes.c_int32))
+        of_stream = ctypes.CFUNCTYPE(
+            ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p)
+        )
+        copying = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+        )
+        recording = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        self.functions = (
+            of_device(self._current_device),
+            of_stream(self._current_stream),
+            copying(self._copy),
+            recording(self._record),
+        )
+        addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in self.functions]
+        monkeypatch.setattr(shortcuts, "copy_functions", lambda: addresses)
+
+    def _current_device(self, device: Any) -> int:
+        device[0] = self.device
+        return 0
+
+    def _current_stream(self, device: int, stream: Any) -> int:
+        stream[0] = 70 + device
+        return 0
+
+    def _copy(self, target: int, source: int, num_bytes: int, stream: int) -> int:
+        assert stream == 70
+        if not self.error:
+            ctypes.memmove(target, source, num_bytes)
+        return self.error
+
+    def _record(self, event: int, stream: int) -> int:
+        self.recorded.append((event, stream))
+        return 0
+
+
+def test_copies_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    sources = [torch.randn(3, 4).t(), torch.arange(5), torch.randn(()), torch.empty(0)]
+    targets = [torch.empty_strided(s.size(), s.stride(), dtype=s.dtype) for s in sources]
+    event: Any = SimpleNamespace(cuda_event=5)
+    copies = shortcuts.copies_of(list(zip(targets, sources, strict=True)), event)
+    for _ in range(2):
+        for source in sources:
+            source.mul_(3)
+        assert shortcuts.copy(copies)
+        assert all(map(torch.equal, targets, sources))
+    assert driver.recorded == [(5, 70), (5, 70)]
+
+
+@pytest.mark.parametrize("why", ["device", "error"])
+def test_copies_that_cannot_be_are_left_to_torch(monkeypatch, why) -> None:
+    driver = Driver(monkeypatch)
+    target, source = torch.zeros(4), torch.ones(4)
+    copies = shortcuts.copies_of([(target, source)])
+    assert shortcuts.copy(copies)
+    setattr(driver, why, 1)
+    assert not shortcuts.copy(copies)
+    assert not driver.recorded
+
+
+@pytest.mark.parametrize(
+    ("target", "source"),
+    [
+        (torch.zeros(4), torch.ones(4, dtype=torch.float64)),
+        (torch.zeros(4), torch.ones(5)),
+        (torch.zeros(2, 2), torch.ones(2, 2).t()),
+        (torch.zeros(4), torch.ones(1).expand(4)),
+        (torch.zeros(8)[::2], torch.ones(8)[::2]),
+        (torch.zeros(4, dtype=torch.complex64), torch.ones(4, dtype=torch.complex64).conj()),
+        (torch.zeros(4), torch.ones(4, dtype=torch.complex64).conj().imag),
+    ],
+)
+def test_bytes_are_copied_of_the_same_bytes_only(monkeypatch, target, source) -> None:
+    Driver(monkeypatch)
+    assert shortcuts.copies_of([(target, source)]) is None
+    assert shortcuts.copies_of([]) is None
+
+
+# --- copies of arguments ----------------------------------------------------------------------
+
+
+def copied(args: tuple[Any, ...], positions: list[int]) -> tuple[Any, list[torch.Tensor]]:
+    targets = [
+        torch.empty_strided(args[i].size(), args[i].stride(), dtype=args[i].dtype)
+        for i in positions
+    ]
+    return shortcuts.inputs_of(args, positions, targets), targets
+
+
+def test_arguments_are_copied_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    Driver(monkeypatch)
+
+    def make() -> tuple[Any, ...]:
+        return (torch.randint(9, (2, 3)), 7, torch.randn(4, 2).t(), torch.randn(()), None)
+
+    inputs, targets = copied(make(), [0, 2, 3])
+    for _ in range(3):
+        args = make()
+        assert shortcuts.copy_inputs(inputs, args)
+        assert all(map(torch.equal, targets, [args[0], args[2], args[3]]))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.ones(3, 2),
+        torch.ones(2, 2),
+        torch.ones(6),
+        torch.ones(3, 2).t().contiguous().double(),
+        torch.ones(2, 3, dtype=torch.int32),
+        torch.nn.Parameter(torch.ones(2, 3)),
+        torch.ones(1).expand(2, 3),
+        None,
+        3,
+    ],
+    ids=lambda other: type(other).__name__,
+)
+def test_other_arguments_are_left_to_torch(monkeypatch, other) -> None:
+    Driver(monkeypatch)
+    first = torch.zeros(2, 3)
+    inputs, targets = copied((first,), [0])
+    assert shortcuts.copy_inputs(inputs, (torch.full((2, 3), 2.0),))
+    assert not shortcuts.copy_inputs(inputs, (other,))
+    assert not shortcuts.copy_inputs(inputs, ())
+    assert targets[0].eq(2).all()
+
+
+@pytest.mark.parametrize("why", ["device", "error"])
+def test_arguments_that_cannot_be_copied_are_left_to_torch(monkeypatch, why) -> None:
+    driver = Driver(monkeypatch)
+    args = (torch.zeros(2, 3),)
+    inputs, targets = copied(args, [0])
+    assert shortcuts.copy_inputs(inputs, args)
+    setattr(driver, why, 1)
+    assert not shortcuts.copy_inputs(inputs, args)
+    assert len(targets) == 1
+
+
+def test_some_arguments_are_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    Driver(monkeypatch)
+    many = tuple(torch.ones(2) for _ in range(shortcuts.MOST_INPUTS + 1))
+    assert copied(many, list(range(len(many))))[0] is None
+    assert copied((torch.ones((1,) * 6),), [0])[0] is None
+    assert copied((torch.ones(4)[::2],), [0])[0] is None
+    assert copied((torch.ones(2), torch.nn.Parameter(torch.ones(2))), [0, 1])[0] is None
+    assert copied((), [])[0] is None

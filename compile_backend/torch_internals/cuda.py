@@ -154,6 +154,13 @@ def data_ptr_function() -> int | None:
     return None if functions is None else functions[0]
 
 
+@functools.cache
+def layout_functions() -> list[int] | None:
+    """Addresses of what tells a tensor's data, dimensions, sizes, strides and dtype, likewise."""
+    names = ("get_data_ptr", "get_dim", "get_sizes", "get_strides", "get_dtype")
+    return _stable_functions(*(f"aoti_torch_{name}" for name in names))
+
+
 def address_in_cpp(tensor: torch.Tensor) -> int:
     """Where the tensor of C++ is that a Python object stands for."""
     address: int = tensor._cdata
