@@ -8,7 +8,7 @@ after weights, or chooses a key.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -93,6 +93,7 @@ class KnownPieces:
         cut: takes the padding off what the model returned.
         num_tokens: of the batch.
         num_reqs: of the batch.
+        last: a tensor that the model returned, and what was cut of it.
     """
 
     key: BatchDescriptor
@@ -105,6 +106,7 @@ class KnownPieces:
     cut: OutputCut
     num_tokens: int
     num_reqs: int
+    last: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, batch: Batch) -> Any:
         """See `KnownStep.run`."""
@@ -125,7 +127,14 @@ class KnownPieces:
             return NOT_RUN
         self.stats.steps += 1
         self.stats.padding += self.key.num_tokens - self.num_tokens
-        return self.cut(outputs, self.num_tokens, self.num_reqs)
+        return self._without_padding(outputs)
+
+    def _without_padding(self, outputs: Any) -> Any:
+        if not isinstance(outputs, torch.Tensor):
+            return self.cut(outputs, self.num_tokens, self.num_reqs)
+        if not self.last or self.last[0] is not outputs:
+            self.last[:] = outputs, self.cut(outputs, self.num_tokens, self.num_reqs)
+        return handed_out(self.last[1])
 
 
 class KnownSteps:

@@ -333,8 +333,9 @@ class Driver:
             copying(self._copy),
             recording(self._record),
         )
-        addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in self.functions]
-        monkeypatch.setattr(shortcuts, "copy_functions", lambda: addresses)
+        self.addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in self.functions]
+        # The functions live as long as `self`.
+        monkeypatch.setattr(shortcuts, "copy_functions", lambda: self.addresses)
 
     def _current_device(self, device: Any) -> int:
         device[0] = self.device
