@@ -2,6 +2,7 @@
 
 What one step launches is run once more by itself, in turns with the step: all of it in the step's
 order by a bare loop, which is what the step is held against, and its graphs and its calls alone.
+Beyond that are the batch, its way to the device, metadata, and what the caller gets.
 
     python benchmarks/piecewise_parts.py --shape 0.6B --attention triton,flash_attn_3
 """

@@ -257,9 +257,10 @@ class CompiledGraph:
             self._tell_without_graph(batch, args)
             return self._without_graph(batch, args)
         key = rules.reader.with_sizes(key, args)
-        outputs = self._with_graph(mode, key, args, ForwardContext())
-        if mode is _FULL and shapes is not None:
-            self._learn(shapes, key)
+        with self._one_at_a_time:  # whoever drops graphs forgets what was learned of them
+            outputs = self._with_graph(mode, key, args, ForwardContext())
+            if mode is _FULL and shapes is not None:
+                self._learn(shapes, key)
         return outputs
 
     def _known_call(self, shapes: Hashable, args: tuple[Any, ...]) -> Sequence[Any] | None:
@@ -277,10 +278,9 @@ class CompiledGraph:
     def _learn(self, shapes: Hashable, key: BatchDescriptor) -> None:
         """Take note of a call that just ran, if it is one replay."""
         key = graph_key(_FULL, key)
-        with self._one_at_a_time:
-            graph = self._full.graph_to_replay(key)
-            if graph is not None and self._full.failure(key) is None:
-                self._known.learn(shapes, KnownCall(key, graph, self.stats.at(_FULL, key)))
+        graph = self._full.graph_to_replay(key)
+        if graph is not None and self._full.failure(key) is None:
+            self._known.learn(shapes, KnownCall(key, graph, self.stats.at(_FULL, key)))
 
     def _padded_call(self, batch: BatchDescriptor, args: Sequence[Any]) -> Sequence[Any] | None:
         """The call at the next capture size; None where it cannot grow."""

@@ -148,6 +148,7 @@ class OutputReturns:
         """Forget every key."""
         self._plans.clear()
         self._lent.clear()
+        self._memory.clear()
 
     def _lend(
         self,
@@ -164,9 +165,12 @@ class OutputReturns:
 
         def target_of(index: int, source: torch.Tensor) -> torch.Tensor:
             shared = memory.setdefault(index, SharedBuffer(source.device))
-            targets.append(shared.like(source, growth))
-            sources.append(source)
-            return targets[-1]
+            target = shared.like(source, growth)
+            # Elements in one place cannot be written one by one, their memory can.
+            share = 0 in source.stride()
+            targets.append(memory_of(target) if share else target)
+            sources.append(memory_of(source) if share else source)
+            return target
 
         for index, how in enumerate(hows):
             if how is _COPY:

@@ -254,7 +254,8 @@ def inputs_of(
     """A short way to copy some arguments of a call, for `copy_inputs`; it keeps none alive.
 
     Args:
-        args: of the call; on the device of the targets, as those of all later calls.
+        args: of the call; on the device of the targets, and neither negative nor conjugate views
+            unless the targets are: what Dynamo guards, so that it holds for all later calls.
         positions: of those to copy.
         targets: where to; must outlive what is returned.
 

@@ -170,6 +170,43 @@ def test_whatever_happens_between_calls(actions: list[str]) -> None:
         both(rows(4))
 
 
+@pytest.mark.gpu
+@needs_shortcuts
+def test_inputs_are_copied_on_a_gpu(read, monkeypatch):
+    """By the driver, on whichever stream is current; others in the usual way."""
+    copied: list[bool] = []
+    original = shortcuts.copy_inputs
+
+    def noted(inputs: object, args: tuple[Any, ...]) -> bool:
+        copied.append(original(inputs, args))
+        return copied[-1]
+
+    monkeypatch.setattr(shortcuts, "copy_inputs", noted)
+    device = torch.device("cuda")
+
+    def function(x: torch.Tensor, ids: torch.Tensor, turned: torch.Tensor) -> torch.Tensor:
+        return (x @ turned) * 2 + ids[:, None] + x.sum()
+
+    both = Twin(function, cudagraph_mode="FULL")
+    stream = torch.cuda.Stream()
+    for step in range(8):
+        args = (
+            torch.randn(4, 8, device=device),
+            torch.randint(99, (4,), device=device),
+            torch.randn(8, 8, device=device).t(),
+        )
+        if step % 2:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                both(*args)
+            torch.cuda.current_stream().wait_stream(stream)
+        else:
+            both(*args)
+    assert all(copied)
+    assert len(copied) >= 6
+    assert counts(both.stats, "steps") == {FULL: 8}
+
+
 # --- the parts --------------------------------------------------------------------------------
 
 

@@ -100,6 +100,19 @@ def test_what_is_lent_is_the_same_memory_at_every_step():
         assert again[index].data_ptr() != outputs[index].data_ptr()
 
 
+@pytest.mark.parametrize("expand", [True, False])
+def test_what_shares_memory_with_another_dtype_is_lent(expand):
+    returns = OutputReturns(clone=True)
+    memory = torch.arange(12.0).view(3, 4)
+    other = memory.view(torch.int32)[:, :1]
+    outputs = [memory, other.expand(-1, 4) if expand else other]
+    for _ in range(3):
+        memory.add_(1)
+        first, second = lent(returns, outputs)
+        assert torch.equal(first, memory)
+        assert torch.equal(second, outputs[1])
+
+
 def test_keys_share_the_memory_of_a_borrower():
     returns = OutputReturns(clone=True)
     small, large = [torch.ones(4)], [torch.full((8,), 2.0)]
