@@ -164,14 +164,19 @@ def _check_step(cudagraph_runtime_mode: CUDAGraphMode, batch_descriptor: object)
         )
 
 
-@contextlib.contextmanager
-def enter_forward_context(context: ForwardContext, set_by: SetBy = SetBy.GRAPH) -> Iterator[None]:
+class enter_forward_context:  # noqa: N801 - is called as a function; generators cost twice as much
     """Run the body under a context of a compiled graph: its own step, or a replay of one."""
-    token = _STEP.set(_Step(context, _STEP.get().session, set_by))
-    try:
-        yield
-    finally:
-        _STEP.reset(token)
+
+    __slots__ = ("_step", "_token")
+
+    def __init__(self, context: ForwardContext, set_by: SetBy = SetBy.GRAPH) -> None:
+        self._step = _Step(context, _STEP.get().session, set_by)
+
+    def __enter__(self) -> None:
+        self._token = _STEP.set(self._step)
+
+    def __exit__(self, *_error: object) -> None:
+        _STEP.reset(self._token)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ memory that stays.
 from __future__ import annotations
 
 import operator
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,32 @@ class _View:
 
     position: int
     offset: int
+
+
+class _Clone:
+    """Clones an output; by the driver where it is the very tensor of the first time."""
+
+    __slots__ = ("_copies", "_source")
+
+    def __init__(self) -> None:
+        self._source: weakref.ref[torch.Tensor] | None = None
+        self._copies: object | None = None
+
+    def __call__(self, output: torch.Tensor) -> torch.Tensor:
+        """A clone of the output."""
+        if self._copies is None or self._source is None or self._source() is not output:
+            return self._by_torch(output)
+        clone = torch.empty_like(output)
+        if not shortcuts.copy_to(self._copies, clone.data_ptr()):
+            clone.copy_(output)
+        return clone
+
+    def _by_torch(self, output: torch.Tensor) -> torch.Tensor:
+        clone = output.clone()
+        if self._source is None:
+            self._source = weakref.ref(output)
+            self._copies = shortcuts.copies_of([(clone, output)])
+        return clone
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +130,8 @@ class OutputReturns:
         for output, how in zip(outputs, plan[0], strict=True):
             if how is None:
                 returned.append(output)
-            elif how is _COPY:
-                returned.append(output.clone())
+            elif isinstance(how, _Clone):
+                returned.append(how(output))
             else:
                 owner = args[how.position]
                 offset = owner.storage_offset() + how.offset
@@ -173,7 +200,7 @@ class OutputReturns:
             return target
 
         for index, how in enumerate(hows):
-            if how is _COPY:
+            if isinstance(how, _Clone):
                 returned[index] = target_of(index, outputs[index])
         for together in all_together:
             copy = target_of(together.members[0], together.whole(outputs))
@@ -205,7 +232,7 @@ class OutputReturns:
                 offset = output.storage_offset() - static_args[owner].storage_offset()
                 plan[index] = _View(owner, offset)
             elif self._clone:
-                plan[index] = _COPY
+                plan[index] = _Clone()
                 groups.setdefault(storage, []).append(index)
         together = []
         for members in groups.values():
@@ -215,9 +242,6 @@ class OutputReturns:
                 for index in members:
                     plan[index] = None
         return plan, together
-
-
-_COPY = object()
 
 
 def _span(members: Sequence[int], outputs: Sequence[Any]) -> _Together:

@@ -124,6 +124,10 @@ copy: Callable[[object], bool] = _built.copy if _built is not None else _decline
 """`(what copies_of returned)`: put the copies on the current stream, if their device is
 current."""
 
+copy_to: Callable[[object, int], bool] = _built.copy_to if _built is not None else _declined(False)
+"""`(what copies_of returned of one pair, address)`: the same to another target, whose bytes there
+are as many."""
+
 copy_inputs: Callable[[object, tuple[Any, ...]], bool] = (
     _built.copy_inputs if _built is not None else _declined(False)
 )
@@ -254,8 +258,8 @@ def inputs_of(
     """A short way to copy some arguments of a call, for `copy_inputs`; it keeps none alive.
 
     Args:
-        args: of the call; on the device of the targets, and neither negative nor conjugate views
-            unless the targets are: what Dynamo guards, so that it holds for all later calls.
+        args: of the call; on the device of the targets, and neither negative nor conjugate views:
+            what Dynamo guards, so that it holds for all later calls.
         positions: of those to copy.
         targets: where to; must outlive what is returned.
 
@@ -284,7 +288,7 @@ def inputs_of(
 def _have_the_same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether bytes of one are bytes of the other, none of them between elements."""
     is_alike = (target.dtype, target.stride()) == (source.dtype, source.stride())
-    is_plain = source.is_neg() == target.is_neg() and source.is_conj() == target.is_conj()
+    is_plain = not any(tensor.is_neg() or tensor.is_conj() for tensor in (target, source))
     has_no_gaps = memory_of(source).numel() == source.numel()
     return is_alike and target.shape == source.shape and is_plain and has_no_gaps
 

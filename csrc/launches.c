@@ -137,6 +137,30 @@ static PyObject *copies_of(PyObject *self, PyObject *const *args, Py_ssize_t num
     return PyCapsule_New(made, COPIES, free_copies_of);
 }
 
+/* Put the copies on the current stream, the first to another target unless that is 0; false on
+ * another current device, and for errors. */
+static int put_copies(const Copies *held, uint64_t first_target)
+{
+    int32_t device = -1;
+    void *stream = NULL;
+    if (held->current_device(&device) != 0 || device != held->device ||
+        held->current_stream(device, &stream) != 0) {
+        return 0;
+    }
+    int error = 0;
+    Py_BEGIN_ALLOW_THREADS; /* it waits while the device's queue is full */
+    for (Py_ssize_t i = 0; error == 0 && i < held->num; i++) {
+        const uint64_t *numbers = &held->numbers[3 * i];
+        uint64_t target = i == 0 && first_target != 0 ? first_target : numbers[0];
+        error = held->copy(target, numbers[1], (size_t)numbers[2], stream);
+    }
+    if (error == 0 && held->event != NULL) {
+        error = held->record(held->event, stream);
+    }
+    Py_END_ALLOW_THREADS;
+    return error == 0;
+}
+
 /* copy(Copies) -> whether all of it is on its way, on the current stream of its device
  *
  * False on another current device, and for errors, which torch's own copies then raise.
@@ -144,26 +168,19 @@ static PyObject *copies_of(PyObject *self, PyObject *const *args, Py_ssize_t num
 static PyObject *copy(PyObject *self, PyObject *capsule)
 {
     Copies *held = PyCapsule_GetPointer(capsule, COPIES);
-    if (held == NULL) {
-        return NULL;
-    }
-    int32_t device = -1;
-    void *stream = NULL;
-    if (held->current_device(&device) != 0 || device != held->device ||
-        held->current_stream(device, &stream) != 0) {
+    return held == NULL ? NULL : PyBool_FromLong(put_copies(held, 0));
+}
+
+/* copy_to(Copies, address) -> the same of a single copy, to another target */
+static PyObject *copy_to(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    Copies *held = num_args == 2 ? PyCapsule_GetPointer(args[0], COPIES) : NULL;
+    uint64_t target = held == NULL ? 0 : PyLong_AsUnsignedLongLong(args[1]);
+    if (held == NULL || PyErr_Occurred() || held->num != 1 || target == 0) {
+        PyErr_Clear();
         Py_RETURN_FALSE;
     }
-    int error = 0;
-    Py_BEGIN_ALLOW_THREADS; /* it waits while the device's queue is full */
-    for (Py_ssize_t i = 0; error == 0 && i < held->num; i++) {
-        const uint64_t *numbers = &held->numbers[3 * i];
-        error = held->copy(numbers[0], numbers[1], (size_t)numbers[2], stream);
-    }
-    if (error == 0 && held->event != NULL) {
-        error = held->record(held->event, stream);
-    }
-    Py_END_ALLOW_THREADS;
-    return PyBool_FromLong(error == 0);
+    return PyBool_FromLong(put_copies(held, target));
 }
 
 /* --- copies of arguments ----------------------------------------------------------------------- */
@@ -505,6 +522,7 @@ PyMethodDef launch_methods[] = {
     {"launch", launch, METH_O, NULL},
     {"copies_of", (PyCFunction)(void (*)(void))copies_of, METH_FASTCALL, NULL},
     {"copy", copy, METH_O, NULL},
+    {"copy_to", (PyCFunction)(void (*)(void))copy_to, METH_FASTCALL, NULL},
     {"inputs_of", inputs_of, METH_VARARGS, NULL},
     {"copy_inputs", (PyCFunction)(void (*)(void))copy_inputs, METH_FASTCALL, NULL},
     {"kernel_of", kernel_of, METH_VARARGS, NULL},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
 import torch
 from toy import FULL, WIDTH, Twin, compiled, rows
 
+from compile_backend import shortcuts
 from compile_backend.outputs import OutputReturns
 
 attn_new = torch.ops.toy.attn_new
@@ -70,6 +72,32 @@ def test_results_of_several_dtypes_in_one_memory_are_right():
     first, second = give([memory, memory.view(torch.int32)], [], [])
     torch.testing.assert_close(first, memory)
     torch.testing.assert_close(second, memory.view(torch.int32))
+
+
+@pytest.mark.parametrize("declines", [False, True])
+def test_clones_by_the_driver_are_those_of_torch(monkeypatch, declines):
+    """Of one output that stays and one that is made anew; `copy_to` stands for the driver."""
+    cloned: list[int] = []
+    monkeypatch.setattr(shortcuts, "copies_of", lambda pairs: pairs[0][1])
+
+    def copy_to(source: torch.Tensor, address: int) -> bool:
+        cloned.append(address)
+        if not declines:
+            ctypes.memmove(address, source.data_ptr(), source.nbytes)
+        return not declines
+
+    monkeypatch.setattr(shortcuts, "copy_to", copy_to)
+    returns, stays = OutputReturns(clone=True), torch.arange(6.0).view(2, 3).t()
+    kept = []
+    for value in range(4):
+        stays.fill_(value)
+        first, second = returns.give("key", [stays, torch.full((2,), value)], [], [])
+        kept.append((value, first, second))
+    assert len(cloned) == 3
+    for value, first, second in kept:
+        assert first.stride() == stays.stride()
+        assert first.eq(value).all()
+        assert second.eq(value).all()
 
 
 def lent(returns: OutputReturns, outputs: list[Any], args: Any = (), **told: Any) -> list[Any]:

@@ -370,6 +370,21 @@ def test_copies_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver.recorded == [(5, 70), (5, 70)]
 
 
+def test_one_copy_goes_to_any_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    first, source, other = torch.zeros(4), torch.ones(4), torch.zeros(4)
+    copies = shortcuts.copies_of([(first, source)])
+    assert shortcuts.copy_to(copies, other.data_ptr())
+    assert torch.equal(other, source)
+    assert not first.any()
+    both = shortcuts.copies_of([(first, source), (other, source)])
+    assert not shortcuts.copy_to(both, other.data_ptr())
+    wrong: Any = (0, -1, "text", 2**70)
+    assert not any(shortcuts.copy_to(copies, address) for address in wrong)
+    driver.device = 1
+    assert not shortcuts.copy_to(copies, other.data_ptr())
+
+
 @pytest.mark.parametrize("why", ["device", "error"])
 def test_copies_that_cannot_be_are_left_to_torch(monkeypatch, why) -> None:
     driver = Driver(monkeypatch)
