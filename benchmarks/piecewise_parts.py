@@ -1,6 +1,6 @@
 """Host time of a PIECEWISE step: its graphs, its attention calls, and what it takes beyond them.
 
-What one step launches is run once more by itself, in turns with the step: all of it in the step's
+What one step launches is run once more by itself, in rounds with the step: all of it in the step's
 order by a bare loop, which is what the step is held against, and its graphs and its calls alone.
 Beyond that are the batch, its way to the device, metadata, and what the caller gets.
 
@@ -125,7 +125,11 @@ def main() -> None:
                 "step at FULL": run_at(runner, work),
             }
             times = measure(
-                ways, Clock(device), num_rounds=arguments.rounds, num_steps=arguments.steps
+                ways,
+                Clock(device),
+                num_rounds=arguments.rounds,
+                num_steps=arguments.steps,
+                in_turns=False,  # a serving loop makes step after step
             )
             rounds = {(name, of): getattr(times[name], of) for name, of in COLUMNS}
             beyond = [

@@ -87,7 +87,8 @@ def test_no_power_from_one_point() -> None:
     assert power([4], [1.0]) is None
 
 
-def test_ways_are_interleaved() -> None:
+@pytest.mark.parametrize(("in_turns", "host"), [(True, "abab.."), (False, "aa.bb.")])
+def test_ways_are_interleaved(in_turns: bool, host: str) -> None:
     """By rounds for the wall time, by steps for the host time; rewound before each half."""
     calls: list[str] = []
     ways = {name: lambda name=name: calls.append(name) for name in "ab"}
@@ -96,10 +97,11 @@ def test_ways_are_interleaved() -> None:
         Clock(CPU),
         num_rounds=2,
         num_steps=2,
+        in_turns=in_turns,
         before=lambda: calls.append("<"),
         advance=lambda: calls.append("."),
     )
-    assert "".join(calls) == "<aa.bb.<abab.." * 2
+    assert "".join(calls) == f"<aa.bb.<{host}" * 2
     assert all(len(each.wall_ms) == len(each.host_us) == 2 for each in times.values())
 
 

@@ -86,6 +86,7 @@ def measure(
     *,
     num_rounds: int,
     num_steps: int,
+    in_turns: bool = True,
     before: Callable[[], object] = lambda: None,
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, Times]:
@@ -96,6 +97,8 @@ def measure(
         clock: of their device.
         num_rounds: how often all of it is done.
         num_steps: of each way, for the wall time and again for the host time.
+        in_turns: whether the ways take turns at every step for the host time, each with what the
+            others leave in the processor's caches, or only after all steps of a round.
         before: called before each half of a round.
         advance: called after each way and half.
     """
@@ -106,7 +109,9 @@ def measure(
             times[name].wall_ms.append(clock.wall_ms(step, num_steps))
             advance()
         before()
-        for name, values in clock.host_us(ways, num_steps).items():
-            times[name].host_us.append(statistics.median(values))
-            advance()
+        together = [ways] if in_turns else [{name: step} for name, step in ways.items()]
+        for some in together:
+            for name, values in clock.host_us(some, num_steps).items():
+                times[name].host_us.append(statistics.median(values))
+                advance()
     return times
