@@ -8,7 +8,6 @@ memory that stays.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -79,8 +78,8 @@ class _Together:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lent:
-    """A key's outputs, and the copies of them that are handed out.
+class Loan:
+    """A key's outputs, and copies of them in memory that stays.
 
     Attributes:
         outputs: the graph's own, as they were.
@@ -96,6 +95,22 @@ class _Lent:
     sources: list[torch.Tensor]
     copies: object | None
 
+    def filled(self, outputs: Sequence[Any]) -> list[Any] | None:
+        """What to hand out in a step, until the next one.
+
+        Args:
+            outputs: of the step.
+
+        Returns:
+            None if these are other tensors than before, as where they are made anew.
+        """
+        for output, before in zip(outputs, self.outputs, strict=True):
+            if output is not before:
+                return None
+        if self.targets and (self.copies is None or not shortcuts.copy(self.copies)):
+            copy_all(self.targets, self.sources)
+        return self.returned
+
 
 class OutputReturns:
     """Turns a graph's outputs into the caller's.
@@ -107,7 +122,6 @@ class OutputReturns:
     def __init__(self, *, clone: bool) -> None:
         self._clone = clone
         self._plans: dict[Hashable, tuple[list[Any], list[_Together]]] = {}
-        self._lent: dict[Hashable, _Lent] = {}
         self._memory: dict[Hashable, dict[int, SharedBuffer]] = {}
 
     def give(
@@ -147,44 +161,16 @@ class OutputReturns:
         args: Sequence[Any],
         borrower: Hashable,
         growth: int,
-    ) -> list[Any]:
-        """The outputs of a step until the borrower's next one, whichever key that has.
+    ) -> Loan:
+        """Memory for the outputs of steps whose caller is done with them by its next one.
 
         Args:
             key: whose graphs made the outputs.
             outputs: in the graph's memory.
             args: what the caller passed, and what the graph ran on.
-            borrower: whose memory to use.
+            borrower: whose keys share memory.
             growth: how many times larger outputs may be at other keys.
         """
-        lent = self._lent.get(key)
-        if lent is None:
-            lent = self._lent[key] = self._lend(key, outputs, args, borrower, growth)
-        if not all(map(operator.is_, lent.outputs, outputs)):  # made anew in each step
-            return self.give(key, outputs, args, args)
-        if lent.targets and (lent.copies is None or not shortcuts.copy(lent.copies)):
-            copy_all(lent.targets, lent.sources)
-        return lent.returned
-
-    def forget(self, borrower: Hashable) -> None:
-        """Let go of a borrower's memory; none of its keys comes again."""
-        self._memory.pop(borrower, None)
-        self._lent.clear()
-
-    def reset(self) -> None:
-        """Forget every key."""
-        self._plans.clear()
-        self._lent.clear()
-        self._memory.clear()
-
-    def _lend(
-        self,
-        key: Hashable,
-        outputs: Sequence[Any],
-        args: Sequence[Any],
-        borrower: Hashable,
-        growth: int,
-    ) -> _Lent:
         hows, all_together = self._plan(key, outputs, args)
         memory = self._memory.setdefault(borrower, {})
         returned = list(outputs)
@@ -206,7 +192,16 @@ class OutputReturns:
             copy = target_of(together.members[0], together.whole(outputs))
             together.view(copy, outputs, returned)
         copies = shortcuts.copies_of(list(zip(targets, sources, strict=True)))
-        return _Lent(tuple(outputs), returned, targets, sources, copies)
+        return Loan(tuple(outputs), returned, targets, sources, copies)
+
+    def forget(self, borrower: Hashable) -> None:
+        """Let go of a borrower's memory; none of its keys comes again."""
+        self._memory.pop(borrower, None)
+
+    def reset(self) -> None:
+        """Forget every key."""
+        self._plans.clear()
+        self._memory.clear()
 
     def _plan(
         self, key: Hashable, outputs: Sequence[Any], static_args: Sequence[Any]

@@ -10,7 +10,7 @@ import torch
 from toy import FULL, WIDTH, Twin, compiled, rows
 
 from compile_backend import shortcuts
-from compile_backend.outputs import OutputReturns
+from compile_backend.outputs import Loan, OutputReturns
 
 attn_new = torch.ops.toy.attn_new
 
@@ -100,22 +100,23 @@ def test_clones_by_the_driver_are_those_of_torch(monkeypatch, declines):
         assert second.eq(value).all()
 
 
-def lent(returns: OutputReturns, outputs: list[Any], args: Any = (), **told: Any) -> list[Any]:
+def lent(outputs: list[Any], args: Any = (), returns: Any = None, **told: Any) -> Loan:
     told = {"key": "key", "borrower": 0, "growth": 1, **told}
+    returns = returns or OutputReturns(clone=True)
     return returns.lend(told["key"], outputs, args, told["borrower"], told["growth"])
 
 
 def test_what_is_lent_is_the_same_memory_at_every_step():
-    returns = OutputReturns(clone=True)
     memory = torch.arange(8.0)
     static = torch.ones(3)
     outputs = [torch.ones(4), memory[:4], memory[4:].view(2, 2), static[1:], None, 3]
     outputs.append(torch.ones(1, 4).expand(3, 4))
-    first = lent(returns, outputs, [static])
+    loan = lent(outputs, [static])
+    first = loan.filled(outputs)
     for value in (2.0, 3.0):
         memory.fill_(value)
         outputs[0].fill_(value)
-        again = lent(returns, outputs, [static])
+        again = loan.filled(outputs)
         for one, other, output in zip(again, first, outputs, strict=True):
             assert one is other
             if isinstance(output, torch.Tensor):
@@ -130,13 +131,13 @@ def test_what_is_lent_is_the_same_memory_at_every_step():
 
 @pytest.mark.parametrize("expand", [True, False])
 def test_what_shares_memory_with_another_dtype_is_lent(expand):
-    returns = OutputReturns(clone=True)
     memory = torch.arange(12.0).view(3, 4)
     other = memory.view(torch.int32)[:, :1]
     outputs = [memory, other.expand(-1, 4) if expand else other]
+    loan = lent(outputs)
     for _ in range(3):
         memory.add_(1)
-        first, second = lent(returns, outputs)
+        first, second = loan.filled(outputs)
         assert torch.equal(first, memory)
         assert torch.equal(second, outputs[1])
 
@@ -144,29 +145,27 @@ def test_what_shares_memory_with_another_dtype_is_lent(expand):
 def test_keys_share_the_memory_of_a_borrower():
     returns = OutputReturns(clone=True)
     small, large = [torch.ones(4)], [torch.full((8,), 2.0)]
-    first = lent(returns, small, key="small", growth=2)[0]
-    second = lent(returns, large, key="large")[0]
-    assert first.data_ptr() == second.data_ptr()
-    other = lent(returns, large, key="large of another", borrower=1)[0]
-    assert other.data_ptr() != second.data_ptr()
+
+    def place(outputs: list[torch.Tensor], key: str, **told: Any) -> int:
+        return lent(outputs, key=key, returns=returns, **told).returned[0].data_ptr()
+
+    first = lent(small, key="small", growth=2, returns=returns)  # keeps the memory
+    assert place(large, "large") == first.returned[0].data_ptr()
+    assert place(large, "large of another", borrower=1) != first.returned[0].data_ptr()
     returns.forget(0)
-    assert lent(returns, large, key="new")[0].data_ptr() != second.data_ptr()
+    assert place(large, "new") != first.returned[0].data_ptr()
 
 
-def test_outputs_that_are_made_anew_are_copied():
-    returns = OutputReturns(clone=True)
-    for value in (1.0, 2.0, 3.0):
-        output = torch.full((4,), value)
-        (copy,) = lent(returns, [output])
-        output.zero_()
-        assert copy.tolist() == [value] * 4
+def test_outputs_that_are_made_anew_are_not_lent():
+    loan = lent([torch.ones(4), 3])
+    assert loan.filled([torch.ones(4), 3]) is None
 
 
-def test_nothing_is_lent_of_what_is_handed_on():
-    returns = OutputReturns(clone=False)
+def test_nothing_is_copied_of_what_is_handed_on():
     output = torch.ones(4)
+    loan = lent([output, 3], returns=OutputReturns(clone=False))
     for _ in range(2):
-        first, second = lent(returns, [output, 3])
+        first, second = loan.filled([output, 3])
         assert first is output
         assert second == 3
 
