@@ -11,7 +11,7 @@ from compile_backend import CaptureError, CUDAGraphMode, capture, stats
 from compile_backend.backend import CudagraphModesBackend
 from compile_backend.graph_engine import CudaEngine, Trial
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("without_gradients")]
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -19,13 +19,6 @@ FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMo
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 LIBRARY = torch.library.Library("gpu_tests", "DEF")

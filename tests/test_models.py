@@ -116,13 +116,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     matmul.allow_tf32 = allowed
 
 
-pytestmark = pytest.mark.usefixtures("one_core")
-
-
-@pytest.fixture(autouse=True)
-def _without_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("one_core", "without_gradients")
 
 
 class Tolerance:

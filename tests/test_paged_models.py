@@ -28,11 +28,9 @@ from compile_backend.errors import ConfigError
 from compile_backend.support import AttentionCGSupport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import PreTrainedModel
 
-pytestmark = pytest.mark.usefixtures("one_core")
+pytestmark = pytest.mark.usefixtures("one_core", "without_gradients")
 
 VOCAB_SIZE = 61
 COMMON: dict[str, Any] = {
@@ -152,12 +150,6 @@ STEPS: tuple[dict[int, int], ...] = (
 """What each step adds: request to number of tokens."""
 
 PADDED = (16, 5)
-
-
-@pytest.fixture(autouse=True)
-def _without_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @cache

@@ -14,11 +14,7 @@ from passes.decompose_sizes import DecomposeSizesPass
 sdpa = nn.functional.scaled_dot_product_attention
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def rewritten(function, graph_pass, *args, dynamic=True):

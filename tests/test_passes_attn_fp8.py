@@ -41,15 +41,9 @@ SIZE = 32
 """Of a token's output: 4 heads of 8."""
 
 pytestmark = [
-    pytest.mark.usefixtures("one_core"),
+    pytest.mark.usefixtures("one_core", "without_gradients"),
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _without_gradients():
-    with torch.no_grad():
-        yield
 
 
 # --- one attention ----------------------------------------------------------------------------

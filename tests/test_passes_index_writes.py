@@ -25,11 +25,7 @@ def _store(x, cache, slots):
 torch.library.register_fake("index_writes::store", lambda x, cache, slots: None, lib=_library)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch.compiler.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def inputs():

@@ -14,11 +14,7 @@ from passes.building import call_function, call_method
 from passes.noop import NoopPass
 from passes.reading import only_reads
 
-
-@pytest.fixture(autouse=True)
-def _without_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def left_out(function, *args, dynamic=True):

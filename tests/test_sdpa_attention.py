@@ -35,10 +35,7 @@ in_steps = settings(
 where = pytest.mark.parametrize("in_graph", [False, True], ids=["by request", "by token"])
 
 
-@pytest.fixture(autouse=True)
-def _without_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def check(case: Ragged, *, in_graph: bool, uniform: bool = False) -> None:
