@@ -12,7 +12,8 @@ PyMODINIT_FUNC PyInit__shortcuts(void)
         return NULL;
     }
     PyObject *module = PyModule_Create(&definition);
-    PyMethodDef *const methods[] = {batch_methods, step_methods, tensor_methods, launch_methods};
+    PyMethodDef *const methods[] = {batch_methods, step_methods, tensor_methods, launch_methods,
+                                    copy_methods};
     for (size_t i = 0; module != NULL && i < sizeof(methods) / sizeof(methods[0]); i++) {
         if (PyModule_AddFunctions(module, methods[i]) != 0) {
             Py_CLEAR(module);

@@ -12,7 +12,8 @@
 #include <Python.h>
 #include <stdint.h>
 
-extern PyMethodDef batch_methods[], step_methods[], tensor_methods[], launch_methods[];
+extern PyMethodDef batch_methods[], step_methods[], tensor_methods[], launch_methods[],
+    copy_methods[];
 
 /* Each returns false with an error. */
 int begin_batches(void);
@@ -47,9 +48,11 @@ Py_ssize_t put_rows(PyObject *rows, Py_ssize_t num_rows, PyObject *values, Py_ss
  */
 int fill(PyObject *const *batch, PyObject *const *held, int is_refill);
 
-/* --- what launches.c uses of tensors.c --- */
+/* --- what launches.c, copies.c and tensors.c use --- */
 
 /* Functions of torch's stable C interface (aoti_torch/c/shim.h), handed over by Python. */
+typedef int32_t (*CurrentDevice)(int32_t *device);
+typedef int32_t (*CurrentStream)(int32_t device, void **stream);
 typedef int32_t (*GetDataPtr)(void *tensor, void **address);
 typedef int32_t (*GetDim)(void *tensor, int64_t *num_dims);
 typedef int32_t (*GetNumbers)(void *tensor, int64_t **numbers);
