@@ -267,6 +267,23 @@ def test_a_cache_with_heads_before_slots() -> None:
     assert torch.equal(bits(turned.keys), bits(batch.cache.keys))
 
 
+def on_the_host(
+    num_tokens: int, num_reqs: int, max_query_len: int, max_seq_len: int
+) -> AttentionMetadata:
+    """The numbers that a plan is made from, without tensors."""
+    nothing = torch.empty(0)
+    return AttentionMetadata(
+        num_tokens=num_tokens,
+        num_reqs=num_reqs,
+        query_start_loc=nothing,
+        seq_lens=nothing,
+        block_table=nothing,
+        slot_mapping=nothing,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+    )
+
+
 @pytest.mark.parametrize("element_bytes", [2, 4])
 @given(
     lengths=st.lists(st.integers(0, 700), min_size=1, max_size=40).filter(any),
@@ -282,17 +299,7 @@ def test_a_plan_covers_every_query(
     spec = replace(
         Case(lengths=(), num_heads=group, num_kv_heads=1, window=window).spec, head_size=head_size
     )
-    nothing = torch.empty(0)
-    metadata = AttentionMetadata(
-        num_tokens=sum(lengths) + slack,
-        num_reqs=len(lengths),
-        query_start_loc=nothing,
-        seq_lens=nothing,
-        block_table=nothing,
-        slot_mapping=nothing,
-        max_query_len=max(lengths) + slack,
-        max_seq_len=4096,
-    )
+    metadata = on_the_host(sum(lengths) + slack, len(lengths), max(lengths) + slack, 4096)
     plan = plan_launch(spec, metadata, element_bytes, 132)
     queries = plan.block_rows // group
     assert queries >= 1
@@ -336,17 +343,7 @@ def test_programs_quantise_where_the_way_over_the_keys_is_short(
     query_len: int, seq_len: int, window: int | None, expected: bool
 ) -> None:
     """Or where the block of queries is the smallest: 8 tokens of 2 heads each."""
-    nothing = torch.empty(0)
-    metadata = AttentionMetadata(
-        num_tokens=query_len,
-        num_reqs=1,
-        query_start_loc=nothing,
-        seq_lens=nothing,
-        block_table=nothing,
-        slot_mapping=nothing,
-        max_query_len=query_len,
-        max_seq_len=seq_len,
-    )
+    metadata = on_the_host(query_len, 1, query_len, seq_len)
     spec = Case(lengths=(), num_heads=4, num_kv_heads=2, window=window).spec
     assert plan_launch(spec, metadata, 2, 132).quantises is expected
 
@@ -363,21 +360,11 @@ def test_programs_quantise_where_the_way_over_the_keys_is_short(
 def test_batches_with_equal_facts_have_equal_plans(
     element_bytes: int, lengths: list[tuple[int, int]], window: int | None, num_reqs: int
 ) -> None:
-    nothing = torch.empty(0)
     spec = Case(lengths=(), num_heads=4, num_kv_heads=2, window=window).spec
     found: dict[tuple[int, ...], LaunchPlan] = {}
     for query_len, seq_len in lengths:
         for more in range(20):
-            metadata = AttentionMetadata(
-                num_tokens=query_len * num_reqs,
-                num_reqs=num_reqs,
-                query_start_loc=nothing,
-                seq_lens=nothing,
-                block_table=nothing,
-                slot_mapping=nothing,
-                max_query_len=query_len,
-                max_seq_len=seq_len + more,
-            )
+            metadata = on_the_host(query_len * num_reqs, num_reqs, query_len, seq_len + more)
             plan = plan_launch(spec, metadata, element_bytes, 132)
             assert found.setdefault(plan_facts(metadata), plan) == plan
 
