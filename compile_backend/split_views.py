@@ -21,19 +21,13 @@ if TYPE_CHECKING:
 ALLOCATIONS = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
 _VIEWS = frozenset(
     {
-        *("view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "t"),
-        *(
-            "flatten",
-            "unflatten",
-            "select",
-            "narrow",
-            "detach",
-            "contiguous",
-            "movedim",
-            "getattr",
-        ),
-        *("view_as", "expand_as", "swapaxes", "as_strided", "chunk", "split", "unbind", "getitem"),
-        *("alias", "_unsafe_view", "split_with_sizes", "unsafe_split", "reshape_as", "sym_size"),
+        *("view", "reshape", "flatten", "unflatten", "ravel", "_unsafe_view", "contiguous"),
+        *("unsqueeze", "squeeze", "expand", "broadcast_to", "as_strided", "unfold", "diagonal"),
+        *("transpose", "permute", "t", "adjoint", "swapaxes", "swapdims", "movedim", "moveaxis"),
+        *("select", "narrow", "getitem", "chunk", "split", "split_with_sizes", "unsafe_split"),
+        *("tensor_split", "hsplit", "vsplit", "dsplit", "unbind"),
+        *("view_as", "reshape_as", "expand_as", "view_as_real", "view_as_complex"),
+        *("detach", "alias", "getattr", "sym_size"),
     }
 )
 
