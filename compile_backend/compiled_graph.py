@@ -288,7 +288,7 @@ class CompiledGraph:
             known.graph.replay()
             known.stats.replays += 1
             known.stats.steps += 1
-            # Outputs in the memory of inputs are in that of inputs which are not copied.
+            # How to give them was settled by the call that was learned.
             return self._outputs.give((_FULL, known.key), known.graph.outputs, args, args)
 
     def _learn(self, shapes: Hashable, key: BatchDescriptor) -> None:

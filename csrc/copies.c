@@ -2,20 +2,33 @@
 
 #include "shortcuts.h"
 
-/* --- between addresses that stay --------------------------------------------------------------- */
-
 typedef int (*CopyAsync)(uint64_t target, uint64_t source, size_t num_bytes, void *stream);
 typedef int (*RecordEvent)(void *event, void *stream);
+
+/* How to copy on a device. */
+typedef struct {
+    int32_t device;
+    CurrentDevice current_device;
+    CurrentStream current_stream;
+    CopyAsync copy;
+} Way;
+
+/* The current stream; false unless the device is current. */
+static int find_stream(const Way *way, void **stream)
+{
+    int32_t device = -1;
+    return way->current_device(&device) == 0 && device == way->device &&
+           way->current_stream(device, stream) == 0;
+}
+
+/* --- between addresses that stay --------------------------------------------------------------- */
 
 /* Copies between addresses that stay, and an event behind them; NULL for none. */
 typedef struct {
     Py_ssize_t num;
     uint64_t *numbers; /* target, source and bytes of each */
-    int32_t device;
     void *event;
-    CurrentDevice current_device;
-    CurrentStream current_stream;
-    CopyAsync copy;
+    Way way;
     RecordEvent record;
 } Copies;
 
@@ -57,11 +70,11 @@ static PyObject *copies_of(PyObject *self, PyObject *const *args, Py_ssize_t num
     for (Py_ssize_t i = 0; i < num_numbers && !PyErr_Occurred(); i++) {
         made->numbers[i] = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(args[0], i));
     }
-    made->device = (int32_t)PyLong_AsLong(args[1]);
+    made->way.device = (int32_t)PyLong_AsLong(args[1]);
     made->event = PyLong_AsVoidPtr(args[2]);
-    made->current_device = (CurrentDevice)PyLong_AsVoidPtr(args[3]);
-    made->current_stream = (CurrentStream)PyLong_AsVoidPtr(args[4]);
-    made->copy = (CopyAsync)PyLong_AsVoidPtr(args[5]);
+    made->way.current_device = (CurrentDevice)PyLong_AsVoidPtr(args[3]);
+    made->way.current_stream = (CurrentStream)PyLong_AsVoidPtr(args[4]);
+    made->way.copy = (CopyAsync)PyLong_AsVoidPtr(args[5]);
     made->record = (RecordEvent)PyLong_AsVoidPtr(args[6]);
     if (PyErr_Occurred()) {
         free_copies(made);
@@ -74,10 +87,8 @@ static PyObject *copies_of(PyObject *self, PyObject *const *args, Py_ssize_t num
  * another current device, and for errors. */
 static int put_copies(const Copies *held, uint64_t first_target)
 {
-    int32_t device = -1;
     void *stream = NULL;
-    if (held->current_device(&device) != 0 || device != held->device ||
-        held->current_stream(device, &stream) != 0) {
+    if (!find_stream(&held->way, &stream)) {
         return 0;
     }
     int error = 0;
@@ -85,7 +96,7 @@ static int put_copies(const Copies *held, uint64_t first_target)
     for (Py_ssize_t i = 0; error == 0 && i < held->num; i++) {
         const uint64_t *numbers = &held->numbers[3 * i];
         uint64_t target = i == 0 && first_target != 0 ? first_target : numbers[0];
-        error = held->copy(target, numbers[1], (size_t)numbers[2], stream);
+        error = held->way.copy(target, numbers[1], (size_t)numbers[2], stream);
     }
     if (error == 0 && held->event != NULL) {
         error = held->record(held->event, stream);
@@ -136,10 +147,7 @@ typedef struct {
     Py_ssize_t num, offset; /* of the tensor's handle in each Python object */
     PyTypeObject *type;     /* of all of them, owned */
     Input inputs[MOST_INPUTS];
-    int32_t device;
-    CurrentDevice current_device;
-    CurrentStream current_stream;
-    CopyAsync copy;
+    Way way;
     GetDataPtr get_data_ptr;
     GetDim get_dim;
     GetNumbers get_sizes, get_strides;
@@ -214,10 +222,10 @@ static PyObject *inputs_of(PyObject *self, PyObject *args)
         return NULL;
     }
     made->num = num;
-    made->device = device;
-    made->current_device = (CurrentDevice)(uintptr_t)functions[0];
-    made->current_stream = (CurrentStream)(uintptr_t)functions[1];
-    made->copy = (CopyAsync)(uintptr_t)functions[2];
+    made->way.device = device;
+    made->way.current_device = (CurrentDevice)(uintptr_t)functions[0];
+    made->way.current_stream = (CurrentStream)(uintptr_t)functions[1];
+    made->way.copy = (CopyAsync)(uintptr_t)functions[2];
     made->get_data_ptr = (GetDataPtr)(uintptr_t)functions[3];
     made->get_dim = (GetDim)(uintptr_t)functions[4];
     made->get_sizes = (GetNumbers)(uintptr_t)functions[5];
@@ -280,17 +288,15 @@ static PyObject *copy_inputs(PyObject *self, PyObject *const *args, Py_ssize_t n
         }
         sources[i] = (uint64_t)(uintptr_t)address;
     }
-    int32_t device = -1;
     void *stream = NULL;
-    if (inputs->current_device(&device) != 0 || device != inputs->device ||
-        inputs->current_stream(device, &stream) != 0) {
+    if (!find_stream(&inputs->way, &stream)) {
         Py_RETURN_FALSE;
     }
     int error = 0;
     Py_BEGIN_ALLOW_THREADS; /* it waits while the device's queue is full */
     for (Py_ssize_t i = 0; error == 0 && i < inputs->num; i++) {
         const Input *noted = &inputs->inputs[i];
-        error = inputs->copy(noted->target, sources[i], noted->num_bytes, stream);
+        error = inputs->way.copy(noted->target, sources[i], noted->num_bytes, stream);
     }
     Py_END_ALLOW_THREADS;
     return PyBool_FromLong(error == 0);

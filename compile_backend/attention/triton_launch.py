@@ -92,10 +92,10 @@ def attend_with_triton(
     if not _ATTEND.repeat(slot, read, facts, fresh=(results,)):
         given = (results, *read)
         _attend(given, cache, metadata, spec, plan, AS_ATTENDED, slot, facts, num_fresh=1)
-    kernel, finish = (_REDUCE, _reduce) if plan.num_splits > 1 else (_QUANTISE, _quantise)
+    kernel = _REDUCE if plan.num_splits > 1 else _QUANTISE
     finished = (output, starts, output_scale)
     if not kernel.repeat(slot, finished, facts, fresh=(results,)):
-        finish((results, *finished), metadata, spec, plan, stored, slot, facts)
+        _finish(kernel, (results, *finished), metadata, spec, plan, stored, slot, facts)
 
 
 def _room(
@@ -164,7 +164,8 @@ def _attend(
     )
 
 
-def _reduce(
+def _finish(
+    kernel: KeptKernel,
     tensors: tuple[torch.Tensor, ...],
     metadata: AttentionMetadata,
     spec: AttentionSpec,
@@ -173,35 +174,20 @@ def _reduce(
     slot: int,
     facts: Hashable,
 ) -> None:
-    size = spec.head_size
-    _REDUCE.launch(
-        (metadata.num_tokens, spec.num_heads),
+    num_heads, size, padded = spec.num_heads, spec.head_size, _padded(spec.head_size)
+    sizes: tuple[int, ...]
+    if kernel is _REDUCE:
+        per_token = num_heads
+        sizes = (size, padded, plan.num_splits, size + NUM_STATS)
+    else:
+        heads = min(next_power_of_2(num_heads), QUANTISED_AT_ONCE // padded)
+        per_token = -(-num_heads // heads)
+        sizes = (num_heads, heads, size, padded)
+    kernel.launch(
+        (metadata.num_tokens, per_token),
         tensors,
         (metadata.num_reqs, *_strides_of(tensors[1])),
-        (size, _padded(size), plan.num_splits, size + NUM_STATS, *stored, IS_INTERPRETED),
-        slot=slot,
-        facts=facts,
-        num_fresh=1,
-        num_warps=4,
-    )
-
-
-def _quantise(
-    tensors: tuple[torch.Tensor, ...],
-    metadata: AttentionMetadata,
-    spec: AttentionSpec,
-    _plan: LaunchPlan,
-    stored: tuple[Any, float, bool],
-    slot: int,
-    facts: Hashable,
-) -> None:
-    padded = _padded(spec.head_size)
-    heads = min(next_power_of_2(spec.num_heads), QUANTISED_AT_ONCE // padded)
-    _QUANTISE.launch(
-        (metadata.num_tokens, -(-spec.num_heads // heads)),
-        tensors,
-        (metadata.num_reqs, *_strides_of(tensors[1])),
-        (spec.num_heads, heads, spec.head_size, padded, *stored, IS_INTERPRETED),
+        (*sizes, *stored, IS_INTERPRETED),
         slot=slot,
         facts=facts,
         num_fresh=1,
