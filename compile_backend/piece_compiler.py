@@ -121,16 +121,16 @@ class PieceCompiler:
 
     def compile(self, section: Section) -> CompiledPiece:
         """The compiled form of `section`, shared with every piece that is equal to it."""
-        key = structural_key(section.module), _is_joined(section.module)
+        is_joined = _is_joined(section.module)
+        key = structural_key(section.module), is_joined
         found = self._pieces.get(key)
         if found is None:
-            found = self._pieces[key] = self._compile(section)
+            found = self._pieces[key] = self._compile(section, is_joined=is_joined)
         return found
 
-    def _compile(self, section: Section) -> CompiledPiece:
+    def _compile(self, section: Section, *, is_joined: bool) -> CompiledPiece:
         module = section.module
         start = time.perf_counter()
-        is_joined = _is_joined(module)
         if is_joined and self._kind != "eager":
             logger.warning(
                 "%s runs op by op: it writes to memory that several of its inputs share, and what "
