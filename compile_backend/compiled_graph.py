@@ -372,6 +372,13 @@ class CompiledGraph:
             elif self._moves_in_a_row:
                 self._moves_in_a_row.pop(key, None)
             if self._inputs.overlaps(key, args):
+                self._warn_once(
+                    logger,
+                    "overlap",
+                    "a call of %s runs without a CUDA graph since a tensor that it writes shares "
+                    "memory with another input (told once); give each memory of its own",
+                    number_of("token", key.num_tokens),
+                )
                 return self._without_graph(key, args)
             own = ForwardContext(context.attn_metadata, mode, key, context.extra)
             stats = self.stats.at(mode, key)

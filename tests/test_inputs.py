@@ -201,15 +201,19 @@ def test_one_tensor_given_twice_and_written():
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
-def test_inputs_that_overlap_and_are_written_run_without_a_graph(mode):
+def test_inputs_that_overlap_and_are_written_run_without_a_graph(mode, caplog):
     def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x.add_(1)
         return torch.ops.toy.attn_new(y * 2) + x.sum()
 
     both = Twin(function, cudagraph_mode=mode, cudagraph_capture_sizes=[4])
+    was_told = False
     for overlapping in (False, False, False, True, True, False):
         base = rows(5)
         both(*((base[1:], base[:-1]) if overlapping else (rows(4), rows(4))))
+        was_told = was_told or overlapping
+        told = sum("shares memory with another input" in text for text in caplog.messages)
+        assert told == was_told
     assert both.stats.total("replays") > 0
 
 
