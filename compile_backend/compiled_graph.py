@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from compile_backend import shortcuts
 from compile_backend.batch import BatchDescriptor, graph_key, runner_of
 from compile_backend.config import CUDAGraphMode
 from compile_backend.context import (
@@ -205,11 +206,13 @@ class CompiledGraph:
         return self._without_gradients(args)
 
     def _without_gradients(self, args: tuple[Any, ...]) -> Sequence[Any]:
-        if not self._has_graphs or self._engine.is_capturing():
+        if not self._has_graphs:
             return self._programs.plain(args)
         context = current_forward_context()
         if context is None or context_set_by() is SetBy.PLAIN_CALL:
             return self._plain_call(args)
+        if self._engine.is_capturing():
+            return self._programs.plain(args)
         if context_set_by() is SetBy.RUNNER:
             return self._programs.plain(args)
         if context_set_by() is SetBy.GRAPH:
@@ -263,6 +266,8 @@ class CompiledGraph:
         known = self._known_call(shapes, args)
         if known is not None:
             return known
+        if self._engine.is_capturing():
+            return self._programs.plain(args)
         batch = rules.reader.read(args)
         mode, key = rules.exact.dispatch(batch)
         if mode is _NONE:
@@ -283,20 +288,29 @@ class CompiledGraph:
         """A call like one that was replayed at FULL; None if there is more to look after."""
         with self._one_at_a_time:
             known = self._known.get(shapes)
-            if known is None or self._moves_in_a_row or not self._inputs.reload(known.key, args):
+            if known is None or self._moves_in_a_row:
                 return None
-            known.graph.replay()
+            done = shortcuts.NOTHING
+            if known.way is not None:
+                done = shortcuts.replay_call(*known.way, known.graph.short, args)
+            if done == shortcuts.NOTHING and (
+                self._engine.is_capturing() or not self._inputs.reload(known.key, args)
+            ):
+                return None
+            if done != shortcuts.LAUNCHED:
+                known.graph.replay()
             known.stats.replays += 1
             known.stats.steps += 1
-            # How to give them was settled by the call that was learned.
-            return self._outputs.give((_FULL, known.key), known.graph.outputs, args, args)
+            return known.giving.give(known.graph.outputs, args)
 
     def _learn(self, shapes: Hashable, key: BatchDescriptor) -> None:
         """Take note of a call that just ran, if it is one replay."""
         key = graph_key(_FULL, key)
-        graph = self._full.graph_to_replay(key)
-        if graph is not None and self._full.failure(key) is None:
-            self._known.learn(shapes, KnownCall(key, graph, self.stats.at(_FULL, key)))
+        graph, giving = self._full.graph_to_replay(key), self._outputs.settled((_FULL, key))
+        if graph is None or giving is None or self._full.failure(key) is not None:
+            return
+        stats, way = self.stats.at(_FULL, key), self._inputs.short_way(key)
+        self._known.learn(shapes, KnownCall(key, graph, stats, way, giving))
 
     def _padded_call(self, batch: BatchDescriptor, args: Sequence[Any]) -> Sequence[Any] | None:
         """The call at the next capture size; None where it cannot grow."""

@@ -47,9 +47,15 @@ class Trial:
 
 
 class StaticGraph(Protocol):
-    """A captured callable."""
+    """A captured callable.
+
+    Attributes:
+        outputs: on the memory that every replay writes.
+        short: the same as `replay`, for `shortcuts`; None where there is no such way.
+    """
 
     outputs: Any
+    short: object | None
 
     def replay(self) -> None:
         """Run it on the tensors it was captured with; `outputs` then hold the results."""
@@ -180,7 +186,7 @@ class CudaGraph:
         kept: memory outside of the pool that the graph uses, and that others may let go.
     """
 
-    __slots__ = ("__weakref__", "_device", "_ended", "_graph", "_kept", "_launch", "outputs")
+    __slots__ = ("__weakref__", "_device", "_ended", "_graph", "_kept", "outputs", "short")
 
     def __init__(
         self,
@@ -192,7 +198,7 @@ class CudaGraph:
         self._graph = graph
         self._kept = kept
         self._device = device
-        self._launch: object | None = None
+        self.short: object | None = None
         self._ended: str | None = None
         self.outputs = outputs
 
@@ -202,9 +208,9 @@ class CudaGraph:
         Raises:
             CaptureError: a process group that it exchanges through has ended.
         """
-        if self._launch is None:
+        if self.short is None:
             self._first_replay()
-        elif not shortcuts.launch(self._launch):
+        elif not shortcuts.launch(self.short):
             self._graph.replay()
 
     def _first_replay(self) -> None:
@@ -219,12 +225,12 @@ class CudaGraph:
         before = generator.get_offset()
         self._graph.replay()
         if generator.get_offset() == before:
-            self._launch = shortcuts.launch_of(self._graph, self._device)
+            self.short = shortcuts.launch_of(self._graph, self._device)
 
     def let_go(self, group: str) -> None:
         """Give up what was captured, as the process group of this name ends; outputs stay."""
         self._ended = group
-        self._launch = None
+        self.short = None
         self._graph.reset()
 
 

@@ -142,7 +142,7 @@ class _Loaded:
 
     `wrappers` has the addresses inside of inputs that only wrap others, as quantized weights do;
     `places` is a short way to compare all addresses, None where there is none, and `short` one to
-    copy; `apart` is where callers' tensors last were when none of them overlapped.
+    copy.
     """
 
     buffers: list[tuple[int, torch.Tensor]]
@@ -153,8 +153,11 @@ class _Loaded:
     written_memories: frozenset[int]
     copies: list[tuple[list[torch.Tensor], list[int]]]
     irregular: list[tuple[torch.Tensor, int]]
-    apart: tuple[object, ...] | None = None
     short: object | None = None
+
+
+ShortWay = tuple[object, object | None]
+"""The first two arguments of `shortcuts.replay_call`."""
 
 
 class InputBuffers:
@@ -237,14 +240,23 @@ class InputBuffers:
             return False
         if not shortcuts.are_in_place(loaded.places, args):
             return False
-        if self._written:
-            places = tuple([(args[i].data_ptr(), args[i].stride()) for i in self.copied])
-            if places != loaded.apart:
-                if self.overlaps(key, args):
-                    return False
-                loaded.apart = places
+        if self.overlaps(key, args):
+            return False
         _copy(loaded, args)
         return True
+
+    def short_way(self, key: Hashable) -> ShortWay | None:
+        """How a call past here does what `reload` does; None where `reload` has to.
+
+        Args:
+            key: that was loaded, and is not to be loaded anew.
+        """
+        loaded = self._loaded.get(key)
+        if loaded is None or loaded.places is None or self.written_back:
+            return None
+        if self.copied and loaded.short is None:
+            return None
+        return loaded.places, loaded.short
 
     def write_back(self, static_args: Sequence[Any], args: Sequence[Any]) -> None:
         """Show callers what the graph wrote to their tensors."""
@@ -298,9 +310,6 @@ class InputBuffers:
         copies = list(by_dtype.values())
         loaded = _Loaded(buffers, [], {}, None, frozenset(), frozenset(), copies, irregular)
         self._look_at(loaded, args)
-        if not irregular:
-            targets = [buffer for _, buffer in buffers]
-            loaded.short = shortcuts.inputs_of(tuple(args), self.copied, targets)
         return loaded
 
     def _have_moved(self, loaded: _Loaded, args: Sequence[Any]) -> bool:
@@ -314,7 +323,7 @@ class InputBuffers:
 
     def _look_at(self, loaded: _Loaded, args: Sequence[Any]) -> None:
         """Note where the inputs are that are not copied."""
-        loaded.apart = None
+        loaded.short = None
         self._check_formats(args)
         loaded.wrappers = {
             i: _addresses_inside(args[i]) for i in self._fixed if names_of_wrapped(args[i])
@@ -328,6 +337,10 @@ class InputBuffers:
         if self.copied:
             loaded.memories = _memories(args, self._fixed)
             loaded.written_memories = _memories(args, self._written)
+            if not loaded.irregular:
+                targets = [buffer for _, buffer in loaded.buffers]
+                written = loaded.written_memories
+                loaded.short = shortcuts.inputs_of(tuple(args), self.copied, targets, written)
 
     def _check_formats(self, args: Sequence[Any]) -> None:
         """Refuse what was not compiled; Dynamo notices it before, unless it was told not to."""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from compile_backend.batch import BatchDescriptor
     from compile_backend.graph_engine import StaticGraph
+    from compile_backend.inputs import ShortWay
+    from compile_backend.outputs import Giving
     from compile_backend.stats import KeyStats
 
 # Whoever passes something new in every call must not fill memory.
@@ -29,11 +31,15 @@ class KnownCall:
         key: of its graph.
         graph: that holds all of the call.
         stats: where to count.
+        way: to fill the graph's inputs, in a hurry; None where there is none.
+        giving: what callers get of its outputs.
     """
 
     key: BatchDescriptor
     graph: StaticGraph
     stats: KeyStats
+    way: ShortWay | None
+    giving: Giving
 
 
 class KnownCalls:

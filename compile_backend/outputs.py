@@ -17,7 +17,7 @@ import torch
 from compile_backend import shortcuts
 from compile_backend.boundary import SharedBuffer
 from compile_backend.layout import memory_of, owners_of_memory
-from compile_backend.torch_internals.cuda import copy_all
+from compile_backend.torch_internals.cuda import copy_all, new_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -34,25 +34,28 @@ class _View:
 class _Clone:
     """Clones an output; by the driver where it is the very tensor of the first time."""
 
-    __slots__ = ("_copies", "_source")
+    __slots__ = ("_copies", "_layout", "_source")
 
     def __init__(self) -> None:
         self._source: weakref.ref[torch.Tensor] | None = None
+        self._layout: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = None
         self._copies: object | None = None
 
     def __call__(self, output: torch.Tensor) -> torch.Tensor:
         """A clone of the output."""
         if self._copies is None or self._source is None or self._source() is not output:
             return self._by_torch(output)
-        clone = torch.empty_like(output)
-        if not shortcuts.copy_to(self._copies, clone.data_ptr()):
-            clone.copy_(output)
-        return clone
+        assert self._layout is not None
+        clone = new_tensor(*self._layout)
+        if shortcuts.copy_to(self._copies, clone.data_ptr()):
+            return clone
+        return output.clone()  # the device is not the current one
 
     def _by_torch(self, output: torch.Tensor) -> torch.Tensor:
         clone = output.clone()
         if self._source is None:
             self._source = weakref.ref(output)
+            self._layout = tuple(clone.size()), clone.stride(), clone.dtype
             self._copies = shortcuts.copies_of([(clone, output)])
         return clone
 
@@ -112,6 +115,40 @@ class Loan:
         return self.returned
 
 
+@dataclass(frozen=True, slots=True)
+class Giving:
+    """How the outputs of a key become the caller's.
+
+    Attributes:
+        hows: of each output: a clone, a view of an input, or as it is (None).
+        together: those that share memory, which are None above.
+    """
+
+    hows: tuple[_Clone | _View | None, ...]
+    together: tuple[_Together, ...]
+
+    def give(self, outputs: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The caller's outputs.
+
+        Args:
+            outputs: in the graph's memory.
+            args: what the caller passed.
+        """
+        returned = []
+        for output, how in zip(outputs, self.hows, strict=True):
+            if how is None:
+                returned.append(output)
+            elif isinstance(how, _Clone):
+                returned.append(how(output))
+            else:
+                owner = args[how.position]
+                offset = owner.storage_offset() + how.offset
+                returned.append(owner.as_strided(output.size(), output.stride(), offset))
+        for together in self.together:
+            together.view(together.whole(outputs).clone(), outputs, returned)
+        return returned
+
+
 class OutputReturns:
     """Turns a graph's outputs into the caller's.
 
@@ -121,7 +158,7 @@ class OutputReturns:
 
     def __init__(self, *, clone: bool) -> None:
         self._clone = clone
-        self._plans: dict[Hashable, tuple[list[Any], list[_Together]]] = {}
+        self._givings: dict[Hashable, Giving] = {}
         self._memory: dict[Hashable, dict[int, SharedBuffer]] = {}
 
     def give(
@@ -139,20 +176,11 @@ class OutputReturns:
             static_args: what the graph ran on.
             args: what the caller passed.
         """
-        plan = self._plan(key, outputs, static_args)
-        returned = []
-        for output, how in zip(outputs, plan[0], strict=True):
-            if how is None:
-                returned.append(output)
-            elif isinstance(how, _Clone):
-                returned.append(how(output))
-            else:
-                owner = args[how.position]
-                offset = owner.storage_offset() + how.offset
-                returned.append(owner.as_strided(output.size(), output.stride(), offset))
-        for together in plan[1]:
-            together.view(together.whole(outputs).clone(), outputs, returned)
-        return returned
+        return self._giving(key, outputs, static_args).give(outputs, args)
+
+    def settled(self, key: Hashable) -> Giving | None:
+        """How a key's outputs are given from the first time on; None before."""
+        return self._givings.get(key)
 
     def lend(
         self,
@@ -171,7 +199,7 @@ class OutputReturns:
             borrower: whose keys share memory.
             growth: how many times larger outputs may be at other keys.
         """
-        hows, all_together = self._plan(key, outputs, args)
+        giving = self._giving(key, outputs, args)
         memory = self._memory.setdefault(borrower, {})
         returned = list(outputs)
         targets, sources = [], []
@@ -185,10 +213,10 @@ class OutputReturns:
             sources.append(memory_of(source) if share else source)
             return target
 
-        for index, how in enumerate(hows):
+        for index, how in enumerate(giving.hows):
             if isinstance(how, _Clone):
                 returned[index] = target_of(index, outputs[index])
-        for together in all_together:
+        for together in giving.together:
             copy = target_of(together.members[0], together.whole(outputs))
             together.view(copy, outputs, returned)
         copies = shortcuts.copies_of(list(zip(targets, sources, strict=True)))
@@ -200,34 +228,30 @@ class OutputReturns:
 
     def reset(self) -> None:
         """Forget every key."""
-        self._plans.clear()
+        self._givings.clear()
         self._memory.clear()
 
-    def _plan(
-        self, key: Hashable, outputs: Sequence[Any], static_args: Sequence[Any]
-    ) -> tuple[list[Any], list[_Together]]:
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._make(outputs, static_args)
-        return plan
+    def _giving(self, key: Hashable, outputs: Sequence[Any], static_args: Sequence[Any]) -> Giving:
+        giving = self._givings.get(key)
+        if giving is None:
+            giving = self._givings[key] = self._settle(outputs, static_args)
+        return giving
 
-    def _make(
-        self, outputs: Sequence[Any], static_args: Sequence[Any]
-    ) -> tuple[list[Any], list[_Together]]:
+    def _settle(self, outputs: Sequence[Any], static_args: Sequence[Any]) -> Giving:
         owners = owners_of_memory(static_args)
-        plan: list[Any] = []
+        hows: list[_Clone | _View | None] = []
         groups: dict[int, list[int]] = {}
         for index, output in enumerate(outputs):
-            plan.append(None)
+            hows.append(None)
             if not isinstance(output, torch.Tensor) or not output.numel():
                 continue
             storage = output.untyped_storage().data_ptr()
             owner = owners.get(storage)
             if owner is not None and static_args[owner].dtype == output.dtype:
                 offset = output.storage_offset() - static_args[owner].storage_offset()
-                plan[index] = _View(owner, offset)
+                hows[index] = _View(owner, offset)
             elif self._clone:
-                plan[index] = _Clone()
+                hows[index] = _Clone()
                 groups.setdefault(storage, []).append(index)
         together = []
         for members in groups.values():
@@ -235,8 +259,8 @@ class OutputReturns:
             if not is_dense and len({outputs[i].dtype for i in members}) == 1:
                 together.append(_span(members, outputs))
                 for index in members:
-                    plan[index] = None
-        return plan, together
+                    hows[index] = None
+        return Giving(tuple(hows), tuple(together))
 
 
 def _span(members: Sequence[int], outputs: Sequence[Any]) -> _Together:

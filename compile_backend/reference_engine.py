@@ -46,6 +46,7 @@ class ReferenceGraph:
         ]
         self._context = current_forward_context() or ForwardContext()
         self.outputs = outputs
+        self.short: object | None = None
 
     def replay(self) -> None:
         """Rerun the callable on its own tensors and write its own outputs."""

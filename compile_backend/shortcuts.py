@@ -26,7 +26,7 @@ from compile_backend.torch_internals.cuda import (
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
@@ -133,6 +133,16 @@ copy_inputs: Callable[[object, tuple[Any, ...]], bool] = (
 )
 """`(what inputs_of returned, args)`: put the copies on the current stream, likewise, if the
 arguments are tensors of the same sizes, strides and dtypes."""
+
+NOTHING, INPUTS_SENT, LAUNCHED = range(3)
+"""What `replay_call` did."""
+
+replay_call: Callable[[object, object | None, object | None, tuple[Any, ...]], int] = (
+    _built.replay_call if _built is not None else _declined(NOTHING)
+)
+"""`(what places_of returned, what inputs_of returned or None, what launch_of returned, args)`:
+`copy_inputs` and then `launch`, if the arguments are in place, none of those to copy lies in
+memory that the graph writes, and nobody captures the current stream."""
 
 repeat_kernel: Callable[[object, tuple[Any, ...], object, tuple[Any, ...]], bool] = (
     _built.repeat_kernel if _built is not None else _declined(False)
@@ -253,7 +263,10 @@ def copies_of(
 
 
 def inputs_of(
-    args: tuple[Any, ...], positions: Sequence[int], targets: Sequence[torch.Tensor]
+    args: tuple[Any, ...],
+    positions: Sequence[int],
+    targets: Sequence[torch.Tensor],
+    written: Iterable[int],
 ) -> object | None:
     """A short way to copy some arguments of a call, for `copy_inputs`; it keeps none alive.
 
@@ -262,6 +275,7 @@ def inputs_of(
             what Dynamo guards, so that it holds for all later calls.
         positions: of those to copy.
         targets: where to; must outlive what is returned.
+        written: where the memory starts that the call writes, but for what is copied.
 
     Returns:
         None where torch has to copy.
@@ -279,6 +293,8 @@ def inputs_of(
         [address_in_cpp(source) for source in sources],
         [target.data_ptr() for target in targets],
         [source.numel() * source.element_size() for source in sources],
+        [source.element_size() for source in sources],
+        list(written),
         targets[0].device.index or 0,
         (*copying[:3], *telling),
     )

@@ -5,22 +5,6 @@
 typedef int (*CopyAsync)(uint64_t target, uint64_t source, size_t num_bytes, void *stream);
 typedef int (*RecordEvent)(void *event, void *stream);
 
-/* How to copy on a device. */
-typedef struct {
-    int32_t device;
-    CurrentDevice current_device;
-    CurrentStream current_stream;
-    CopyAsync copy;
-} Way;
-
-/* The current stream; false unless the device is current. */
-static int find_stream(const Way *way, void **stream)
-{
-    int32_t device = -1;
-    return way->current_device(&device) == 0 && device == way->device &&
-           way->current_stream(device, stream) == 0;
-}
-
 /* --- between addresses that stay --------------------------------------------------------------- */
 
 /* Copies between addresses that stay, and an event behind them; NULL for none. */
@@ -29,6 +13,7 @@ typedef struct {
     uint64_t *numbers; /* target, source and bytes of each */
     void *event;
     Way way;
+    CopyAsync copy;
     RecordEvent record;
 } Copies;
 
@@ -74,7 +59,7 @@ static PyObject *copies_of(PyObject *self, PyObject *const *args, Py_ssize_t num
     made->event = PyLong_AsVoidPtr(args[2]);
     made->way.current_device = (CurrentDevice)PyLong_AsVoidPtr(args[3]);
     made->way.current_stream = (CurrentStream)PyLong_AsVoidPtr(args[4]);
-    made->way.copy = (CopyAsync)PyLong_AsVoidPtr(args[5]);
+    made->copy = (CopyAsync)PyLong_AsVoidPtr(args[5]);
     made->record = (RecordEvent)PyLong_AsVoidPtr(args[6]);
     if (PyErr_Occurred()) {
         free_copies(made);
@@ -96,7 +81,7 @@ static int put_copies(const Copies *held, uint64_t first_target)
     for (Py_ssize_t i = 0; error == 0 && i < held->num; i++) {
         const uint64_t *numbers = &held->numbers[3 * i];
         uint64_t target = i == 0 && first_target != 0 ? first_target : numbers[0];
-        error = held->way.copy(target, numbers[1], (size_t)numbers[2], stream);
+        error = held->copy(target, numbers[1], (size_t)numbers[2], stream);
     }
     if (error == 0 && held->event != NULL) {
         error = held->record(held->event, stream);
@@ -130,6 +115,7 @@ static PyObject *copy_to(PyObject *self, PyObject *const *args, Py_ssize_t num_a
 /* --- of arguments ------------------------------------------------------------------------------ */
 
 typedef int32_t (*GetDtype)(void *tensor, int32_t *dtype);
+typedef int32_t (*GetOffset)(void *tensor, int64_t *num_elements);
 
 enum { MOST_INPUTS = 16, MOST_INPUT_DIMS = 5 };
 
@@ -137,7 +123,7 @@ enum { MOST_INPUTS = 16, MOST_INPUT_DIMS = 5 };
 typedef struct {
     Py_ssize_t position;
     uint64_t target;
-    size_t num_bytes;
+    size_t num_bytes, element_bytes;
     int32_t dtype;
     int64_t num_dims, sizes[MOST_INPUT_DIMS], strides[MOST_INPUT_DIMS];
 } Input;
@@ -148,10 +134,14 @@ typedef struct {
     PyTypeObject *type;     /* of all of them, owned */
     Input inputs[MOST_INPUTS];
     Way way;
+    CopyAsync copy;
     GetDataPtr get_data_ptr;
     GetDim get_dim;
     GetNumbers get_sizes, get_strides;
     GetDtype get_dtype;
+    GetOffset get_offset;
+    Py_ssize_t num_written;
+    uint64_t *written; /* where memory starts that the graph writes */
 } Inputs;
 
 static const char INPUTS[] = "compile_backend.Inputs";
@@ -160,6 +150,7 @@ static void free_inputs_of(PyObject *capsule)
 {
     Inputs *inputs = PyCapsule_GetPointer(capsule, INPUTS);
     Py_XDECREF(inputs->type);
+    PyMem_Free(inputs->written);
     PyMem_Free(inputs);
 }
 
@@ -186,25 +177,38 @@ static int is_as_noted(const Input *noted, const Input *seen)
            memcmp(seen->strides, noted->strides, num) == 0;
 }
 
-/* inputs_of(args, positions, tensors, targets, bytes, device, functions) -> Inputs | None
+static int note_written(Inputs *made, PyObject *written)
+{
+    made->num_written = PyList_GET_SIZE(written);
+    made->written = PyMem_Calloc(made->num_written + 1, sizeof(uint64_t));
+    for (Py_ssize_t i = 0; made->written != NULL && i < made->num_written; i++) {
+        made->written[i] = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(written, i));
+    }
+    return made->written != NULL && !PyErr_Occurred();
+}
+
+/* inputs_of(args, positions, tensors, targets, bytes, element_bytes, written, device, functions)
+ *     -> Inputs | None
  *
- * The third are addresses of the tensors in C++; functions are addresses of current_device,
- * current_stream, copy, get_data_ptr, get_dim, get_sizes, get_strides and get_dtype.
+ * The third are addresses of the tensors in C++; written are those of all memory that the graph
+ * writes and that is not copied; functions are addresses of current_device, current_stream, copy,
+ * get_data_ptr, get_dim, get_sizes, get_strides, get_dtype and get_storage_offset.
  */
 static PyObject *inputs_of(PyObject *self, PyObject *args)
 {
-    PyObject *given, *lists[4];
-    unsigned long long functions[8];
+    PyObject *given, *lists[5], *written;
+    unsigned long long functions[9];
     int device;
-    if (!PyArg_ParseTuple(args, "O!O!O!O!O!i(KKKKKKKK)", &PyTuple_Type, &given, &PyList_Type,
+    if (!PyArg_ParseTuple(args, "O!O!O!O!O!O!O!i(KKKKKKKKK)", &PyTuple_Type, &given, &PyList_Type,
                           &lists[0], &PyList_Type, &lists[1], &PyList_Type, &lists[2],
-                          &PyList_Type, &lists[3], &device, &functions[0], &functions[1],
-                          &functions[2], &functions[3], &functions[4], &functions[5],
-                          &functions[6], &functions[7])) {
+                          &PyList_Type, &lists[3], &PyList_Type, &lists[4], &PyList_Type, &written,
+                          &device, &functions[0], &functions[1], &functions[2], &functions[3],
+                          &functions[4], &functions[5], &functions[6], &functions[7],
+                          &functions[8])) {
         return NULL;
     }
     Py_ssize_t num = PyList_GET_SIZE(lists[0]);
-    for (int i = 1; i < 4; i++) {
+    for (int i = 1; i < 5; i++) {
         if (PyList_GET_SIZE(lists[i]) != num) {
             Py_RETURN_NONE;
         }
@@ -225,19 +229,21 @@ static PyObject *inputs_of(PyObject *self, PyObject *args)
     made->way.device = device;
     made->way.current_device = (CurrentDevice)(uintptr_t)functions[0];
     made->way.current_stream = (CurrentStream)(uintptr_t)functions[1];
-    made->way.copy = (CopyAsync)(uintptr_t)functions[2];
+    made->copy = (CopyAsync)(uintptr_t)functions[2];
     made->get_data_ptr = (GetDataPtr)(uintptr_t)functions[3];
     made->get_dim = (GetDim)(uintptr_t)functions[4];
     made->get_sizes = (GetNumbers)(uintptr_t)functions[5];
     made->get_strides = (GetNumbers)(uintptr_t)functions[6];
     made->get_dtype = (GetDtype)(uintptr_t)functions[7];
-    int is_good = 1;
+    made->get_offset = (GetOffset)(uintptr_t)functions[8];
+    int is_good = note_written(made, written);
     for (Py_ssize_t i = 0; is_good && i < num; i++) {
         Input *input = &made->inputs[i];
         input->position = PyLong_AsSsize_t(PyList_GET_ITEM(lists[0], i));
         void *tensor = PyLong_AsVoidPtr(PyList_GET_ITEM(lists[1], i));
         input->target = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(lists[2], i));
         input->num_bytes = PyLong_AsSize_t(PyList_GET_ITEM(lists[3], i));
+        input->element_bytes = PyLong_AsSize_t(PyList_GET_ITEM(lists[4], i));
         is_good = !PyErr_Occurred() && tensor != NULL && input->position >= 0 &&
                   input->position < PyTuple_GET_SIZE(given);
         if (is_good) {
@@ -259,47 +265,75 @@ static PyObject *inputs_of(PyObject *self, PyObject *args)
     return capsule;
 }
 
+/* Whether a tensor at an address is in no memory that the graph writes; false if unknown. */
+static int is_apart(const Inputs *inputs, const Input *noted, void *handle, uint64_t address)
+{
+    int64_t offset = 0;
+    if (inputs->num_written == 0 || noted->num_bytes == 0) {
+        return 1;
+    }
+    if (inputs->get_offset(handle, &offset) != 0) {
+        return 0;
+    }
+    uint64_t start = address - (uint64_t)offset * noted->element_bytes;
+    for (Py_ssize_t i = 0; i < inputs->num_written; i++) {
+        if (inputs->written[i] == start) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+int send_inputs(PyObject *capsule, PyObject *args, int must_be_apart)
+{
+    Inputs *inputs = PyCapsule_GetPointer(capsule, INPUTS);
+    if (inputs == NULL) {
+        PyErr_Clear();
+        return 0;
+    }
+    uint64_t sources[MOST_INPUTS];
+    for (Py_ssize_t i = 0; i < inputs->num; i++) {
+        const Input *noted = &inputs->inputs[i];
+        if (noted->position >= PyTuple_GET_SIZE(args)) {
+            return 0;
+        }
+        PyObject *object = PyTuple_GET_ITEM(args, noted->position);
+        if (Py_TYPE(object) != inputs->type) {
+            return 0;
+        }
+        Input seen;
+        void *handle = (char *)object + inputs->offset, *address = NULL;
+        if (!look_at(inputs, handle, &seen) || !is_as_noted(noted, &seen) ||
+            inputs->get_data_ptr(handle, &address) != 0) {
+            return 0;
+        }
+        sources[i] = (uint64_t)(uintptr_t)address;
+        if (must_be_apart && !is_apart(inputs, noted, handle, sources[i])) {
+            return 0;
+        }
+    }
+    void *stream = NULL;
+    if (!find_stream(&inputs->way, &stream)) {
+        return 0;
+    }
+    int error = 0;
+    Py_BEGIN_ALLOW_THREADS; /* it waits while the device's queue is full */
+    for (Py_ssize_t i = 0; error == 0 && i < inputs->num; i++) {
+        const Input *noted = &inputs->inputs[i];
+        error = inputs->copy(noted->target, sources[i], noted->num_bytes, stream);
+    }
+    Py_END_ALLOW_THREADS;
+    return error == 0;
+}
+
 /* copy_inputs(Inputs, args) -> whether all copies are on their way, as by copy
  *
  * False also if an argument is another kind of tensor than was noted.
  */
 static PyObject *copy_inputs(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
-    Inputs *inputs = num_args == 2 ? PyCapsule_GetPointer(args[0], INPUTS) : NULL;
-    if (inputs == NULL || !PyTuple_CheckExact(args[1])) {
-        PyErr_Clear();
-        Py_RETURN_FALSE;
-    }
-    uint64_t sources[MOST_INPUTS];
-    for (Py_ssize_t i = 0; i < inputs->num; i++) {
-        const Input *noted = &inputs->inputs[i];
-        if (noted->position >= PyTuple_GET_SIZE(args[1])) {
-            Py_RETURN_FALSE;
-        }
-        PyObject *object = PyTuple_GET_ITEM(args[1], noted->position);
-        if (Py_TYPE(object) != inputs->type) {
-            Py_RETURN_FALSE;
-        }
-        Input seen;
-        void *handle = (char *)object + inputs->offset, *address = NULL;
-        if (!look_at(inputs, handle, &seen) || !is_as_noted(noted, &seen) ||
-            inputs->get_data_ptr(handle, &address) != 0) {
-            Py_RETURN_FALSE;
-        }
-        sources[i] = (uint64_t)(uintptr_t)address;
-    }
-    void *stream = NULL;
-    if (!find_stream(&inputs->way, &stream)) {
-        Py_RETURN_FALSE;
-    }
-    int error = 0;
-    Py_BEGIN_ALLOW_THREADS; /* it waits while the device's queue is full */
-    for (Py_ssize_t i = 0; error == 0 && i < inputs->num; i++) {
-        const Input *noted = &inputs->inputs[i];
-        error = inputs->way.copy(noted->target, sources[i], noted->num_bytes, stream);
-    }
-    Py_END_ALLOW_THREADS;
-    return PyBool_FromLong(error == 0);
+    return PyBool_FromLong(num_args == 2 && PyTuple_CheckExact(args[1]) &&
+                           send_inputs(args[0], args[1], 0));
 }
 
 PyMethodDef copy_methods[] = {

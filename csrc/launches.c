@@ -6,13 +6,13 @@
 
 /* Of the CUDA driver. */
 typedef int (*LaunchGraph)(void *exec, void *stream);
+typedef int (*IsCapturing)(void *stream, int *status);
 
 typedef struct {
     void *exec;
-    int32_t device;
-    CurrentDevice current_device;
-    CurrentStream current_stream;
+    Way way;
     LaunchGraph launch_graph;
+    IsCapturing is_capturing;
 } Launch;
 
 static const char LAUNCH[] = "compile_backend.Launch";
@@ -22,26 +22,40 @@ static void free_launch_of(PyObject *capsule)
     PyMem_Free(PyCapsule_GetPointer(capsule, LAUNCH));
 }
 
-/* launch_of(exec, device, current_device, current_stream, launch_graph) -> Launch
+/* launch_of(exec, device, current_device, current_stream, launch_graph, is_capturing) -> Launch
  *
- * The executable graph must outlive it. The last three are addresses of functions.
+ * The executable graph must outlive it. The last four are addresses of functions.
  */
 static PyObject *launch_of(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
-    Launch *made = num_args == 5 ? PyMem_Calloc(1, sizeof(Launch)) : NULL;
+    if (num_args != 6) {
+        PyErr_SetString(PyExc_TypeError, "launch_of takes six numbers");
+        return NULL;
+    }
+    Launch *made = PyMem_Calloc(1, sizeof(Launch));
     if (made == NULL) {
         return PyErr_NoMemory();
     }
     made->exec = PyLong_AsVoidPtr(args[0]);
-    made->device = (int32_t)PyLong_AsLong(args[1]);
-    made->current_device = (CurrentDevice)PyLong_AsVoidPtr(args[2]);
-    made->current_stream = (CurrentStream)PyLong_AsVoidPtr(args[3]);
+    made->way.device = (int32_t)PyLong_AsLong(args[1]);
+    made->way.current_device = (CurrentDevice)PyLong_AsVoidPtr(args[2]);
+    made->way.current_stream = (CurrentStream)PyLong_AsVoidPtr(args[3]);
     made->launch_graph = (LaunchGraph)PyLong_AsVoidPtr(args[4]);
+    made->is_capturing = (IsCapturing)PyLong_AsVoidPtr(args[5]);
     if (PyErr_Occurred()) {
         PyMem_Free(made);
         return NULL;
     }
     return PyCapsule_New(made, LAUNCH, free_launch_of);
+}
+
+static int launch_on(const Launch *held, void *stream)
+{
+    int error;
+    Py_BEGIN_ALLOW_THREADS; /* it waits while the device's queue is full */
+    error = held->launch_graph(held->exec, stream);
+    Py_END_ALLOW_THREADS;
+    return error == 0;
 }
 
 /* launch(Launch) -> whether the graph was launched, on the current stream of its device
@@ -51,20 +65,36 @@ static PyObject *launch_of(PyObject *self, PyObject *const *args, Py_ssize_t num
 static PyObject *launch(PyObject *self, PyObject *capsule)
 {
     Launch *held = PyCapsule_GetPointer(capsule, LAUNCH);
+    void *stream = NULL;
     if (held == NULL) {
         return NULL;
     }
-    int32_t device = -1;
+    return PyBool_FromLong(find_stream(&held->way, &stream) && launch_on(held, stream));
+}
+
+/* What replay_call did. */
+enum { NOTHING = 0, INPUTS_SENT = 1, LAUNCHED = 2 };
+
+/* replay_call(Places, Inputs | None, Launch, args) -> how much of it was done
+ *
+ * A call as one replay, if its arguments are as noted: 0 nothing, 1 its inputs are on their way,
+ * 2 the graph as well. Nothing if an input lies in memory that the graph writes, or the current
+ * stream is being captured.
+ */
+static PyObject *replay_call(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    int done = NOTHING, status = 1;
     void *stream = NULL;
-    if (held->current_device(&device) != 0 || device != held->device ||
-        held->current_stream(device, &stream) != 0) {
-        Py_RETURN_FALSE;
+    if (num_args == 4 && PyTuple_CheckExact(args[3]) && args_in_place(args[0], args[3])) {
+        Launch *held = PyCapsule_GetPointer(args[2], LAUNCH);
+        if (held != NULL && find_stream(&held->way, &stream) &&
+            held->is_capturing(stream, &status) == 0 && status == 0 &&
+            (args[1] == Py_None || send_inputs(args[1], args[3], 1))) {
+            done = launch_on(held, stream) ? LAUNCHED : INPUTS_SENT;
+        }
+        PyErr_Clear();
     }
-    int error;
-    Py_BEGIN_ALLOW_THREADS; /* it waits while the device's queue is full */
-    error = held->launch_graph(held->exec, stream);
-    Py_END_ALLOW_THREADS;
-    return PyBool_FromLong(error == 0);
+    return PyLong_FromLong(done);
 }
 
 /* --- launches of kernels -------------------------------------------------------------------- */
@@ -79,9 +109,7 @@ enum { MOST_PARAMS = 64 };
 typedef struct {
     PyObject *tensors, *addresses; /* tuples: weak references, and where each was */
     PyObject *facts;
-    int32_t device;
-    CurrentDevice current_device;
-    CurrentStream current_stream;
+    Way way;
     LaunchKernel launch_kernel;
     void *function;
     unsigned grid[3], num_threads, shared;
@@ -120,7 +148,7 @@ static PyObject *kernel_of(PyObject *self, PyObject *args)
     Py_buffer params = {0};
     PyObject *functions[3], *function;
     if (!PyArg_ParseTuple(args, "(OOO)iO(IIIII)y*nO!O!O", &functions[0], &functions[1],
-                          &functions[2], &made->device, &function, &made->grid[0], &made->grid[1],
+                          &functions[2], &made->way.device, &function, &made->grid[0], &made->grid[1],
                           &made->grid[2], &made->num_threads, &made->shared, &params,
                           &made->num_fresh, &PyTuple_Type, &made->tensors, &PyTuple_Type,
                           &made->addresses, &made->facts)) {
@@ -130,8 +158,8 @@ static PyObject *kernel_of(PyObject *self, PyObject *args)
     Py_INCREF(made->tensors);
     Py_INCREF(made->addresses);
     Py_INCREF(made->facts);
-    made->current_device = (CurrentDevice)PyLong_AsVoidPtr(functions[0]);
-    made->current_stream = (CurrentStream)PyLong_AsVoidPtr(functions[1]);
+    made->way.current_device = (CurrentDevice)PyLong_AsVoidPtr(functions[0]);
+    made->way.current_stream = (CurrentStream)PyLong_AsVoidPtr(functions[1]);
     made->launch_kernel = (LaunchKernel)PyLong_AsVoidPtr(functions[2]);
     made->function = PyLong_AsVoidPtr(function);
     made->num_params = params.len / 8;
@@ -202,10 +230,8 @@ static PyObject *repeat_kernel(PyObject *self, PyObject *const *args, Py_ssize_t
             is_same = !PyErr_Occurred() && values[i] % 16 == 0;
         }
     }
-    int32_t device = -1;
     void *stream = NULL;
-    if (is_same != 1 || kernel->current_device(&device) != 0 || device != kernel->device ||
-        kernel->current_stream(device, &stream) != 0) {
+    if (is_same != 1 || !find_stream(&kernel->way, &stream)) {
         PyErr_Clear();
         Py_RETURN_FALSE;
     }
@@ -224,6 +250,7 @@ static PyObject *repeat_kernel(PyObject *self, PyObject *const *args, Py_ssize_t
 PyMethodDef launch_methods[] = {
     {"launch_of", (PyCFunction)(void (*)(void))launch_of, METH_FASTCALL, NULL},
     {"launch", launch, METH_O, NULL},
+    {"replay_call", (PyCFunction)(void (*)(void))replay_call, METH_FASTCALL, NULL},
     {"kernel_of", kernel_of, METH_VARARGS, NULL},
     {"repeat_kernel", (PyCFunction)(void (*)(void))repeat_kernel, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},

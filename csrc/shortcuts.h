@@ -57,7 +57,33 @@ typedef int32_t (*GetDataPtr)(void *tensor, void **address);
 typedef int32_t (*GetDim)(void *tensor, int64_t *num_dims);
 typedef int32_t (*GetNumbers)(void *tensor, int64_t **numbers);
 
+/* A device, and what tells whether it is current, and its stream. */
+typedef struct {
+    int32_t device;
+    CurrentDevice current_device;
+    CurrentStream current_stream;
+} Way;
+
+/* The current stream; false unless the device is current. */
+static inline int find_stream(const Way *way, void **stream)
+{
+    int32_t device = -1;
+    return way->current_device(&device) == 0 && device == way->device &&
+           way->current_stream(device, stream) == 0;
+}
+
 /* Where a Python object holds its tensor; -1 if nowhere that is known. */
 Py_ssize_t offset_of(PyObject *object, void *tensor);
+
+/* --- what launches.c uses of the other two; args is a tuple --- */
+
+/* Whether the arguments are the tensors of the Places, where they were. */
+int args_in_place(PyObject *places, PyObject *args);
+
+/* Copy the arguments of the Inputs on the current stream: whether all is on its way.
+ *
+ * With must_be_apart only if none of them lies in memory that the graph writes.
+ */
+int send_inputs(PyObject *inputs, PyObject *args, int must_be_apart);
 
 #endif

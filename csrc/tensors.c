@@ -351,27 +351,30 @@ static inline void ask_for(const void *tensor)
     }
 }
 
-/* are_in_place(Places, args) -> whether the arguments are those tensors, where they were */
-static PyObject *are_in_place(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+int args_in_place(PyObject *capsule, PyObject *args)
 {
-    Places *places = num_args == 2 ? PyCapsule_GetPointer(args[0], PLACES) : NULL;
+    Places *places = PyCapsule_GetPointer(capsule, PLACES);
     if (places == NULL) {
         PyErr_Clear();
-        Py_RETURN_FALSE;
-    }
-    if (!PyTuple_CheckExact(args[1])) {
-        Py_RETURN_FALSE;
+        return 0;
     }
     for (Py_ssize_t i = 0; i < places->num; i++) {
         if (i + AHEAD < places->num) {
             ask_for(places->tensors[i + AHEAD]);
         }
-        if (places->positions[i] >= PyTuple_GET_SIZE(args[1]) ||
-            !is_at(places, i, PyTuple_GET_ITEM(args[1], places->positions[i]))) {
-            Py_RETURN_FALSE;
+        if (places->positions[i] >= PyTuple_GET_SIZE(args) ||
+            !is_at(places, i, PyTuple_GET_ITEM(args, places->positions[i]))) {
+            return 0;
         }
     }
-    Py_RETURN_TRUE;
+    return 1;
+}
+
+/* are_in_place(Places, args) -> whether the arguments are those tensors, where they were */
+static PyObject *are_in_place(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    return PyBool_FromLong(num_args == 2 && PyTuple_CheckExact(args[1]) &&
+                           args_in_place(args[0], args[1]));
 }
 
 PyMethodDef tensor_methods[] = {

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from fake_driver import Driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import FULL, Twin, counts, rows
@@ -14,8 +17,13 @@ from compile_backend import shortcuts
 from compile_backend.batch import BatchDescriptor
 from compile_backend.inputs import GraphInput, InputBuffers, InputClass
 from compile_backend.known_calls import KnownCall, KnownCalls
+from compile_backend.outputs import Giving
 from compile_backend.plain_calls import BatchReader
+from compile_backend.reference_engine import ReferenceEngine, ReferenceGraph
 from compile_backend.stats import KeyStats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 CPU = torch.device("cpu")
 WIDTH = rows(1).shape[1]
@@ -35,6 +43,35 @@ class Written(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.seen.add_(x.sum(0))
         return torch.ops.toy.attn_new(x @ self.weight) + self.seen, x.view(-1)
+
+
+@contextlib.contextmanager
+def by_driver() -> Iterator[list[int]]:
+    """Calls are replayed as on a GPU, by what stands for its driver; how much each did is told."""
+    done: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        driver = Driver(patch)
+        capture, replay_call = ReferenceEngine.capture, shortcuts.replay_call
+
+        def captured(self: ReferenceEngine, *args: Any) -> ReferenceGraph:
+            graph = capture(self, *args)
+            number = len(driver.launched) + 1
+            driver.launched[number] = graph.replay
+            executable: Any = SimpleNamespace(raw_cuda_graph_exec=lambda: number)
+            graph.short = shortcuts.launch_of(executable, 0)
+            return graph
+
+        def noted(*args: Any) -> int:
+            done.append(replay_call(*args))
+            return done[-1]
+
+        def new_tensor(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty_strided(size, stride, dtype=dtype)
+
+        patch.setattr(ReferenceEngine, "capture", captured)
+        patch.setattr(shortcuts, "replay_call", noted)
+        patch.setattr("compile_backend.outputs.new_tensor", new_tensor)
+        yield done
 
 
 @pytest.fixture
@@ -128,20 +165,29 @@ def test_results_are_the_callers_own():
         assert view.data_ptr() == x.data_ptr()
 
 
+def models(both: Twin) -> tuple[Any, Any]:
+    return both.model, both.eager
+
+
 ACTIONS = ("call", "other size", "same memory", "move weight", "move buffer", "overlap", "reset")
 
 
+@pytest.mark.parametrize("around", [contextlib.nullcontext, by_driver])
 @given(actions=st.lists(st.sampled_from(ACTIONS), min_size=4, max_size=14))
 @settings(deadline=None, max_examples=40)
-def test_whatever_happens_between_calls(actions: list[str]) -> None:
+def test_whatever_happens_between_calls(around: Any, actions: list[str]) -> None:
     """The twin compares results, arguments and buffers of every call with an eager run."""
+    with around():
+        calls_with(actions)
+
+
+def calls_with(actions: list[str]) -> None:
     torch._dynamo.reset()
     both = Twin(Written(), dynamic=True, cudagraph_mode="FULL")
     same = rows(4)
     for _ in range(3):
         both(same)
     for action in actions:
-        models = (both.model, both.eager)
         if action == "other size":
             both(rows(8))
             continue
@@ -151,14 +197,14 @@ def test_whatever_happens_between_calls(actions: list[str]) -> None:
             continue
         if action == "move weight":
             value = rows(WIDTH)
-            for model in models:
+            for model in models(both):
                 model.weight.data = value.clone()
         elif action == "move buffer":
-            for model in models:
+            for model in models(both):
                 model.seen = model.seen.clone()
         elif action == "overlap":
             with torch.no_grad():
-                for model in models:
+                for model in models(both):
                     model.seen = torch.ones(4 * WIDTH)[:WIDTH]
                 got, expected = (
                     run(model.seen.as_strided((4, WIDTH), (WIDTH, 1)))[0]
@@ -170,18 +216,65 @@ def test_whatever_happens_between_calls(actions: list[str]) -> None:
         both(rows(4))
 
 
+@needs_shortcuts
+def test_a_known_call_is_copies_and_a_launch(read):
+    with by_driver() as done:
+        both = Twin(lambda x: torch.ops.toy.attn_new(x * 2) + 1, cudagraph_mode="FULL")
+        for _ in range(3):
+            both(rows(4))
+        done.clear()
+        read.clear()
+        kept = [(x, both(x)) for x in (rows(4) for _ in range(5))]
+    assert done == [shortcuts.LAUNCHED] * 5
+    assert not read
+    for x, result in kept:
+        torch.testing.assert_close(result, both.eager(x))
+
+
+@needs_shortcuts
+def test_inputs_in_memory_that_is_written_are_seen():
+    with by_driver() as done:
+        both = Twin(Written(), cudagraph_mode="FULL")
+        with torch.no_grad():
+            for model in models(both):
+                model.seen = torch.ones(5, WIDTH)[4]
+        for _ in range(3):
+            both(rows(4))
+        done.clear()
+        memories = [model.seen.as_strided((4, WIDTH), (WIDTH, 1), 0) for model in models(both)]
+        both(rows(4))
+        with torch.no_grad():
+            torch.testing.assert_close(both.compiled(memories[0])[0], both.eager(memories[1])[0])
+        both(rows(4))
+    assert done == [shortcuts.LAUNCHED, shortcuts.NOTHING, shortcuts.LAUNCHED]
+
+
+@needs_shortcuts
+def test_inputs_that_are_not_copied_need_no_copies():
+    x = rows(4)
+    with by_driver() as done:
+        options = {"cudagraph_mode": "FULL", "cudagraph_copy_inputs": False}
+        both = Twin(Written(), **options)
+        for _ in range(3):
+            both(x)
+        for _ in range(4):
+            x.normal_()
+            both(x)
+    assert done[-3:] == [shortcuts.LAUNCHED] * 3
+
+
 @pytest.mark.gpu
 @needs_shortcuts
 def test_inputs_are_copied_on_a_gpu(read, monkeypatch):
     """By the driver, on whichever stream is current; others in the usual way."""
     copied: list[bool] = []
-    original = shortcuts.copy_inputs
+    original = shortcuts.replay_call
 
-    def noted(inputs: object, args: tuple[Any, ...]) -> bool:
-        copied.append(original(inputs, args))
+    def noted(*args: Any) -> int:
+        copied.append(original(*args) == shortcuts.LAUNCHED)
         return copied[-1]
 
-    monkeypatch.setattr(shortcuts, "copy_inputs", noted)
+    monkeypatch.setattr(shortcuts, "replay_call", noted)
     device = torch.device("cuda")
 
     def function(x: torch.Tensor, ids: torch.Tensor, turned: torch.Tensor) -> torch.Tensor:
@@ -214,7 +307,8 @@ def test_what_is_known_is_limited_and_forgotten(monkeypatch):
     monkeypatch.setattr("compile_backend.known_calls._MOST_KNOWN", 3)
     known = KnownCalls()
     graph: Any = object()
-    calls = [KnownCall(BatchDescriptor(n, 1), graph, KeyStats()) for n in range(10)]
+    giving = Giving((), ())
+    calls = [KnownCall(BatchDescriptor(n, 1), graph, KeyStats(), None, giving) for n in range(10)]
     for n, call in enumerate(calls):
         known.learn((n,), call)
         assert known.get((n,)) is call

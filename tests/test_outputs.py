@@ -79,6 +79,8 @@ def test_clones_by_the_driver_are_those_of_torch(monkeypatch, declines):
     """Of one output that stays and one that is made anew; `copy_to` stands for the driver."""
     cloned: list[int] = []
     monkeypatch.setattr(shortcuts, "copies_of", lambda pairs: pairs[0][1])
+    made_on_a_cpu = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)  # noqa: E731
+    monkeypatch.setattr("compile_backend.outputs.new_tensor", made_on_a_cpu)
 
     def copy_to(source: torch.Tensor, address: int) -> bool:
         cloned.append(address)

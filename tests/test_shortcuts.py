@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import operator
 import weakref
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from fake_driver import Driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +24,9 @@ from compile_backend.attention.spec import AttentionSpec, CacheFormat
 from compile_backend.batch_loader import BatchLoader
 from compile_backend.runner_batch import Batch
 from compile_backend.step_inputs import Dim, InputSpec, StepInputs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 quick = settings(max_examples=150, deadline=None, database=None)
 CPU = torch.device("cpu")
@@ -314,48 +317,6 @@ def test_other_objects_are_no_arguments_in_place() -> None:
 # --- copies -----------------------------------------------------------------------------------
 
 
-class Driver:
-    """Stands for the driver: copies at once, on the stream of device 0."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.device, self.error, self.recorded = 0, 0, []
-        of_device = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(ctypes.c_int32))
-        of_stream = ctypes.CFUNCTYPE(
-            ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p)
-        )
-        copying = ctypes.CFUNCTYPE(
-            ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
-        )
-        recording = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-        self.functions = (
-            of_device(self._current_device),
-            of_stream(self._current_stream),
-            copying(self._copy),
-            recording(self._record),
-        )
-        self.addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in self.functions]
-        # The functions live as long as `self`.
-        monkeypatch.setattr(shortcuts, "copy_functions", lambda: self.addresses)
-
-    def _current_device(self, device: Any) -> int:
-        device[0] = self.device
-        return 0
-
-    def _current_stream(self, device: int, stream: Any) -> int:
-        stream[0] = 70 + device
-        return 0
-
-    def _copy(self, target: int, source: int, num_bytes: int, stream: int) -> int:
-        assert stream == 70
-        if not self.error:
-            ctypes.memmove(target, source, num_bytes)
-        return self.error
-
-    def _record(self, event: int, stream: int) -> int:
-        self.recorded.append((event, stream))
-        return 0
-
-
 def test_copies_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(monkeypatch)
     sources = [torch.randn(3, 4).t(), torch.arange(5), torch.randn(()), torch.empty(0)]
@@ -417,12 +378,14 @@ def test_bytes_are_copied_of_the_same_bytes_only(monkeypatch, target, source) ->
 # --- copies of arguments ----------------------------------------------------------------------
 
 
-def copied(args: tuple[Any, ...], positions: list[int]) -> tuple[Any, list[torch.Tensor]]:
+def copied(
+    args: tuple[Any, ...], positions: list[int], written: Sequence[int] = ()
+) -> tuple[Any, list[torch.Tensor]]:
     targets = [
         torch.empty_strided(args[i].size(), args[i].stride(), dtype=args[i].dtype)
         for i in positions
     ]
-    return shortcuts.inputs_of(args, positions, targets), targets
+    return shortcuts.inputs_of(args, positions, targets, written), targets
 
 
 def test_arguments_are_copied_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,3 +445,88 @@ def test_some_arguments_are_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copied((torch.ones(4)[::2],), [0])[0] is None
     assert copied((torch.ones(2), torch.nn.Parameter(torch.ones(2))), [0, 1])[0] is None
     assert copied((), [])[0] is None
+
+
+# --- calls that are one replay ----------------------------------------------------------------
+
+
+class Call:
+    """A call of an input that moves and a weight that stays, and what there is to replay it."""
+
+    def __init__(self, driver: Driver, written: torch.Tensor | None = None) -> None:
+        self.args = (torch.randn(2, 3), torch.randn(4))
+        self.seen: list[torch.Tensor] = []
+        starts = [] if written is None else [written.data_ptr()]
+        self.inputs, (self.target,) = copied(self.args, [0], written=starts)
+        self.places = shortcuts.places_of(self.args, [None, self.args[1].data_ptr()], [1])
+        graph: Any = SimpleNamespace(raw_cuda_graph_exec=lambda: 7)
+        self.launch = shortcuts.launch_of(graph, 0)
+        driver.launched[7] = lambda: self.seen.append(self.target.clone())
+
+    def replay(self, *args: Any) -> int:
+        return shortcuts.replay_call(self.places, self.inputs, self.launch, args or self.args)
+
+
+def test_a_call_is_replayed_on_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call(Driver(monkeypatch))
+    for _ in range(3):
+        x = torch.randn(2, 3)
+        assert call.replay(x, call.args[1]) == shortcuts.LAUNCHED
+        assert torch.equal(call.seen[-1], x)
+    assert len(call.seen) == 3
+    done = shortcuts.replay_call(call.places, None, call.launch, call.args)
+    assert done == shortcuts.LAUNCHED
+    assert torch.equal(call.seen[-1], x)
+
+
+@pytest.mark.parametrize(
+    "why", ["device", "error", "capturing", "capture error", "moved", "other"]
+)
+def test_a_call_that_is_another_one_is_not_replayed(monkeypatch, why) -> None:
+    driver = Driver(monkeypatch)
+    call = Call(driver)
+    args = list(call.args)
+    if why == "capturing":
+        driver.capturing = 1
+    elif why == "capture error":
+        driver.capture_error = 906
+    elif why == "moved":
+        args[1].data = args[1].clone()
+    elif why == "other":
+        args[0] = torch.randn(3, 2)
+    else:
+        setattr(driver, why, 1)
+    call.target.zero_()
+    assert call.replay(*args) == shortcuts.NOTHING
+    assert not call.seen
+    assert not call.target.any()
+    strange: Any = (None, 3, "text", [*call.args])
+    for other in strange:
+        assert shortcuts.replay_call(call.places, None, other, call.args) == 0
+        assert shortcuts.replay_call(call.places, None, call.launch, other) == 0
+        assert shortcuts.replay_call(other, None, call.launch, call.args) == 0
+
+
+def test_inputs_of_a_call_may_be_sent_without_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    call = Call(driver)
+    driver.launch_error = 1
+    assert call.replay() == shortcuts.INPUTS_SENT
+    assert torch.equal(call.target, call.args[0])
+    assert not call.seen
+
+
+def test_inputs_in_memory_that_is_written_are_left_to_torch(monkeypatch) -> None:
+    call = Call(Driver(monkeypatch), written=(memory := torch.randn(12)))
+    weight = call.args[1]
+    for x in (memory[:6].view(2, 3), memory[6:].view(2, 3)):
+        assert call.replay(x, weight) == shortcuts.NOTHING
+    assert not call.seen
+    assert call.replay(memory.clone()[6:].view(2, 3), weight) == shortcuts.LAUNCHED
+
+
+def test_empty_inputs_are_in_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    Driver(monkeypatch)
+    memory = torch.randn(6)
+    inputs, _ = copied((memory[:0],), [0], written=[memory.data_ptr()])
+    assert shortcuts.copy_inputs(inputs, (memory[:0],))

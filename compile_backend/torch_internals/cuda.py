@@ -14,7 +14,7 @@ import torch
 import torch.fx
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,6 +111,22 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def new_tensor(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on the current CUDA device, as code of Inductor makes them: past the dispatcher."""
+    return _empty_strided(size, stride, dtype)
+
+
+def _empty_on_cuda(
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+_empty_strided: Callable[..., torch.Tensor] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", _empty_on_cuda
+)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorHandles:
     """Tensors as torch's stable C interface knows them, `aoti_torch/c/shim.h`.
@@ -156,8 +172,15 @@ def data_ptr_function() -> int | None:
 
 @functools.cache
 def layout_functions() -> list[int] | None:
-    """Addresses of what tells a tensor's data, dimensions, sizes, strides and dtype, likewise."""
-    names = ("get_data_ptr", "get_dim", "get_sizes", "get_strides", "get_dtype")
+    """Addresses of what tells a tensor's data, dimensions, sizes, strides, dtype and offset."""
+    names = (
+        "get_data_ptr",
+        "get_dim",
+        "get_sizes",
+        "get_strides",
+        "get_dtype",
+        "get_storage_offset",
+    )
     return _stable_functions(*(f"aoti_torch_{name}" for name in names))
 
 
@@ -171,10 +194,11 @@ def address_in_cpp(tensor: torch.Tensor) -> int:
 def launch_functions() -> list[int] | None:
     """Addresses of what a bare replay calls; None where this torch or the driver lacks one.
 
-    They tell the current device and a device's current stream, and launch an executable graph.
+    They tell the current device and a device's current stream, launch an executable graph, and
+    tell whether a stream is being captured.
     """
     has_handle = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
-    return _current_and("cuGraphLaunch") if has_handle else None
+    return _current_and("cuGraphLaunch", "cuStreamIsCapturing") if has_handle else None
 
 
 @functools.cache
