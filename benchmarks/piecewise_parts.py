@@ -27,7 +27,7 @@ from compile_backend.context import ForwardContext, SetBy, enter_forward_context
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from compile_backend.bench.rounds import Step
+    from compile_backend.bench.rounds import Step, Times
     from compile_backend.runner import GraphModelRunner
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
@@ -119,18 +119,19 @@ def main() -> None:
             whole = run_at(runner, work, PIECEWISE)
             for _ in range(5):
                 whole()
-            ways = {
-                "whole step": whole,
-                **parts(runner, plans[-1], work.batch),
-                "step at FULL": run_at(runner, work),
-            }
-            times = measure(
-                ways,
-                Clock(device),
-                num_rounds=arguments.rounds,
-                num_steps=arguments.steps,
-                in_turns=False,  # a serving loop makes step after step
-            )
+            ways = {"whole step": whole, **parts(runner, plans[-1], work.batch)}
+            others = {name: ways.pop(name) for name in ("graphs alone", "attention alone")}
+            others["step at FULL"] = run_at(runner, work)
+            times: dict[str, Times] = {}
+            # Each of the two is measured right after the other and itself, and nothing else.
+            for some in (ways, others):
+                times |= measure(
+                    some,
+                    Clock(device),
+                    num_rounds=arguments.rounds,
+                    num_steps=arguments.steps,
+                    in_a_row=True,
+                )
             rounds = {(name, of): getattr(times[name], of) for name, of in COLUMNS}
             beyond = [
                 (step - launches) / len(plans[-1].held)

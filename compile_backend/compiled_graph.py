@@ -123,19 +123,31 @@ class CallRules:
         return f"{adding}, or set cudagraph_pad_inputs=True and compile with dynamic=True"
 
 
-@dataclass(slots=True)
 class _Repeated:
     """What a key's steps past Dynamo have in common.
 
-    Attributes:
+    What is made anew in every step is cold by then, so that making it takes longest of all.
+
+    Args:
         plan: of the key.
         stats: where to count.
+        key: of the graph.
+
+    Attributes:
+        plan: as given, and so is `stats`.
+        context: of all the steps, one after the other.
+        entered: enters it.
         loan: of the outputs; None before the first.
     """
 
-    plan: ReplayPlan
-    stats: KeyStats
-    loan: Loan | None = None
+    __slots__ = ("context", "entered", "loan", "plan", "stats")
+
+    def __init__(self, plan: ReplayPlan, stats: KeyStats, key: BatchDescriptor) -> None:
+        self.plan = plan
+        self.stats = stats
+        self.context = ForwardContext(None, _PIECEWISE, key)
+        self.entered = enter_forward_context(self.context)
+        self.loan: Loan | None = None
 
 
 class CompiledGraph:
@@ -428,9 +440,10 @@ class CompiledGraph:
             if repeated is None or repeated.plan is not plan:
                 if self._plans.get(key) is not plan:
                     return None
-                repeated = _Repeated(plan, self.stats.at(_PIECEWISE, key))
+                repeated = _Repeated(plan, self.stats.at(_PIECEWISE, key), key)
                 self._repeated[key] = repeated
-            with enter_forward_context(ForwardContext(metadata, _PIECEWISE, key)):
+            repeated.context.attn_metadata = metadata
+            with repeated.entered:
                 outputs = plan.program(args)
             repeated.stats.replays += plan.num_replays
             repeated.stats.steps += 1

@@ -1,7 +1,8 @@
 """What the current step is: one ContextVar that every graph runner reads.
 
 It refuses to know who decides the mode; a dispatcher, a runner or the user does. Whoever sets a
-context owns the decision, and graph runners trust it.
+context owns the decision, and graph runners trust it. A context is not frozen only since frozen
+classes take three times as long to make, which happens in every step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class CaptureSession(Protocol):
         """Remember one key: its place in the order, how to capture it, and what to do around."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ForwardContext:
     """Facts about the step that is running.
 
@@ -63,7 +64,7 @@ class SetBy(Enum):
     GRAPH = "graph"  # holds graphs for this step; what it calls must not run graphs of its own
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Step:
     """What the ContextVar holds.
 
@@ -165,7 +166,10 @@ def _check_step(cudagraph_runtime_mode: CUDAGraphMode, batch_descriptor: object)
 
 
 class enter_forward_context:  # noqa: N801 - is called as a function; generators cost twice as much
-    """Run the body under a context of a compiled graph: its own step, or a replay of one."""
+    """Run the body under a context of a compiled graph: its own step, or a replay of one.
+
+    It may be entered again once it was left.
+    """
 
     __slots__ = ("_step", "_token")
 

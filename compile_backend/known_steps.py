@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from compile_backend.config import CUDAGraphMode
     from compile_backend.graph_engine import StaticGraph
     from compile_backend.output_cut import OutputCut
-    from compile_backend.piecewise_steps import PiecewiseSteps
+    from compile_backend.piecewise_steps import PiecewiseStep
     from compile_backend.runner_batch import Batch, MetadataBuilder
     from compile_backend.shortcuts import Known
     from compile_backend.stats import KeyStats
@@ -84,7 +84,7 @@ class KnownPieces:
 
     Attributes:
         key: of the runner.
-        pieces: repeats it.
+        pieces: repeats its model.
         inputs: the memory.
         layout: of the key, in it.
         sending: a short way to bring it to the device; None if there is none.
@@ -97,7 +97,7 @@ class KnownPieces:
     """
 
     key: BatchDescriptor
-    pieces: PiecewiseSteps
+    pieces: PiecewiseStep
     inputs: StepInputs
     layout: Layout
     sending: object | None
@@ -122,7 +122,7 @@ class KnownPieces:
         if self.builder is not None:
             query_lens = np.asarray(batch.query_lens, np.int32)
             metadata = self.builder.build(batch.attention, query_lens, self.layout.tensors)
-        outputs = self.pieces.repeat(self.key, metadata)
+        outputs = self.pieces.repeat(metadata)
         if outputs is None:
             return NOT_RUN
         self.stats.steps += 1
@@ -134,7 +134,7 @@ class KnownPieces:
             return self.cut(outputs, self.num_tokens, self.num_reqs)
         if not self.last or self.last[0] is not outputs:
             self.last[:] = outputs, self.cut(outputs, self.num_tokens, self.num_reqs)
-        return handed_out(self.last[1])
+        return self.last[1].data  # as `handed_out`
 
 
 class KnownSteps:

@@ -41,7 +41,7 @@ class _Output:
 
 
 @dataclass(frozen=True, slots=True)
-class _KnownStep:
+class PiecewiseStep:
     """What a step of one key takes.
 
     Attributes:
@@ -58,6 +58,21 @@ class _KnownStep:
     args: Sequence[Any]
     returned: Any
 
+    def repeat(self, metadata: Any) -> Any | None:
+        """Another such step, on inputs that are filled; None if it cannot be any more.
+
+        Args:
+            metadata: of attention in this step.
+        """
+        outputs = self.graph.repeat(self.key, self.plan, self.args, metadata)
+        if outputs is None:
+            return None
+        if isinstance(self.returned, _Output):
+            return outputs[self.returned.index]
+        return tree_map(
+            lambda item: outputs[item.index] if isinstance(item, _Output) else item, self.returned
+        )
+
 
 class PiecewiseSteps:
     """The steps at PIECEWISE of a runner.
@@ -70,32 +85,29 @@ class PiecewiseSteps:
     def __init__(self, compiled: CompiledFacts, weights: Weights) -> None:
         self._compiled = compiled
         self._weights = weights
-        self._steps: dict[BatchDescriptor, _KnownStep] = {}
+        self._steps: dict[BatchDescriptor, PiecewiseStep] = {}
         self._attempts: Counter[BatchDescriptor] = Counter()
 
+    def known(self, key: BatchDescriptor) -> PiecewiseStep | None:
+        """The step of a key, which may be repeated until it says otherwise; None if there is none.
+
+        Args:
+            key: of the runner.
+        """
+        return self._steps.get(key)
+
     def repeat(self, key: BatchDescriptor, metadata: Any) -> Any | None:
-        """A step of a known key on inputs that are filled; None where the model must be called.
+        """A step of a known key; see `PiecewiseStep.repeat`. None where the model must be called.
 
         Args:
             key: of the runner.
             metadata: of attention in this step.
         """
         step = self._steps.get(key)
-        if step is None:
-            return None
-        outputs = step.graph.repeat(step.key, step.plan, step.args, metadata)
+        outputs = None if step is None else step.repeat(metadata)
         if outputs is None:
-            del self._steps[key]
-            return None
-        if isinstance(step.returned, _Output):
-            return outputs[step.returned.index]
-        return tree_map(
-            lambda item: outputs[item.index] if isinstance(item, _Output) else item, step.returned
-        )
-
-    def knows(self, key: BatchDescriptor) -> bool:
-        """Whether a key's step may be repeated."""
-        return key in self._steps
+            self._steps.pop(key, None)
+        return outputs
 
     def forget(self) -> None:
         """Forget every step, since weights are elsewhere."""
@@ -118,14 +130,14 @@ class PiecewiseSteps:
             return call()
         self._attempts[key] += 1
         known = {id(item) for item in (*self._weights.tensors(), *inputs)}
-        seen: list[_KnownStep] = []
+        seen: list[PiecewiseStep] = []
 
         def recorder_of(built: BuiltGraph) -> Recorder:
             def record(
                 graph_key: BatchDescriptor, plan: ReplayPlan, args: Sequence[Any], outputs: Any
             ) -> None:
                 if _stay(built, args, known):
-                    seen.append(_KnownStep(built.graph, graph_key, plan, tuple(args), outputs))
+                    seen.append(PiecewiseStep(built.graph, graph_key, plan, tuple(args), outputs))
 
             return record
 

@@ -199,12 +199,12 @@ class RunnerSteps:
             full = self.full.known(key, num_tokens, num_reqs)
             if full is not None:
                 self.known.learn(to_learn, highest_mode, *full)
-        elif mode is _PIECEWISE and pieces is not None and pieces.knows(key):
+        elif mode is _PIECEWISE and pieces is not None and (step := pieces.known(key)):
             inputs, stats = self._loader.inputs, self._stats.at(mode, key.relaxed())
             layout, builder = inputs.layout(*self._model_steps.padded(key)), self._builder
-            step = KnownPieces(
+            known = KnownPieces(
                 key,
-                pieces,
+                step,
                 inputs,
                 layout,
                 inputs.sending(layout),
@@ -214,4 +214,4 @@ class RunnerSteps:
                 num_tokens,
                 num_reqs,
             )
-            self.known.learn(to_learn, highest_mode, layout, step)
+            self.known.learn(to_learn, highest_mode, layout, known)

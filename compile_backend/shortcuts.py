@@ -21,6 +21,7 @@ from compile_backend.torch_internals.cuda import (
     kernel_functions,
     launch_functions,
     layout_functions,
+    storage_in_cpp,
     tensor_handles,
 )
 
@@ -179,6 +180,7 @@ def watch(
         list(names),
         handles.capsules,
         list(addresses),
+        [0 if tensor is None else storage_in_cpp(tensor) for tensor in own],
         *handles.functions,
     )
     return watched
@@ -198,10 +200,11 @@ def places_of(
     if function is None:
         return None
     places: object | None = _built.places_of(
-        args,
         list(positions),
         [address_in_cpp(args[i]) for i in positions],
         [addresses[i] for i in positions],
+        [storage_in_cpp(args[i]) for i in positions],
+        args,
         function,
     )
     return places

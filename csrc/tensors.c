@@ -8,11 +8,28 @@ typedef int32_t (*DeleteTensor)(void *tensor);
  * for more, which may be gone later. */
 enum { MOST_DIMS = 5 };
 
+/* Where a tensor and its storage are in C++: asked for ahead, since they lie all over memory and
+ * looking at hundreds of them would wait for each. What is there may be gone. */
+typedef struct {
+    const void *tensor, *storage;
+} Cold;
+
+enum { AHEAD = 8, TENSOR_BYTES = 128, LINE_BYTES = 64 };
+
+static inline void ask_for(const Cold *cold)
+{
+    for (size_t at = 0; at <= TENSOR_BYTES; at += LINE_BYTES) {
+        __builtin_prefetch((const char *)cold->tensor + at);
+    }
+    __builtin_prefetch(cold->storage);
+}
+
 /* A tensor with an address: where it was, and where it has its sizes and strides itself. */
 typedef struct {
-    void *tensor, *address;
+    void *tensor, *address; /* the first is torch's handle */
     const int64_t *sizes, *strides;
     Py_ssize_t num_dims;
+    Cold cold;
 } Own;
 
 /* Tensors in dicts, each at an address. */
@@ -90,7 +107,8 @@ static int tables_are_the_same(Watch *watch)
 
 /* Note a tensor with an address, whose numbers come at `noted`; how many there are, or -1 if they
  * do not lie in the tensor, or cannot be told. */
-static Py_ssize_t note_own(Watch *watch, void *tensor, void *address, int64_t *noted)
+static Py_ssize_t note_own(Watch *watch, void *tensor, void *address, const void *storage,
+                           int64_t *noted)
 {
     Own *own = &watch->own[watch->num_own];
     int64_t num_dims = 0, *sizes = NULL, *strides = NULL;
@@ -98,7 +116,8 @@ static Py_ssize_t note_own(Watch *watch, void *tensor, void *address, int64_t *n
         watch->get_sizes(tensor, &sizes) != 0 || watch->get_strides(tensor, &strides) != 0) {
         return -1;
     }
-    *own = (Own){tensor, address, sizes, strides, (Py_ssize_t)num_dims};
+    Cold cold = {*(void **)tensor, storage};
+    *own = (Own){tensor, address, sizes, strides, (Py_ssize_t)num_dims, cold};
     memcpy(noted, sizes, sizeof(int64_t) * (size_t)num_dims);
     memcpy(noted + num_dims, strides, sizeof(int64_t) * (size_t)num_dims);
     watch->num_own++;
@@ -115,17 +134,31 @@ static inline int lies_as_noted(const Own *own, const int64_t *noted)
     return differs == 0;
 }
 
+/* Whether the first arguments are lists of one length. */
+static int are_lists(PyObject *const *args, int num_lists)
+{
+    for (int i = 0; i < num_lists; i++) {
+        if (!PyList_CheckExact(args[i]) ||
+            PyList_GET_SIZE(args[i]) != PyList_GET_SIZE(args[0])) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
 /* Remember one tensor, at the address that Python found; false if the handle tells another.
  *
  * Its sizes and strides go to `*noted`, which moves on.
  */
-static int watch_one(Watch *watch, Py_ssize_t i, PyObject *address, int64_t **noted)
+static int watch_one(Watch *watch, Py_ssize_t i, PyObject *address, PyObject *storage,
+                     int64_t **noted)
 {
     PyObject *table = PyList_GET_ITEM(watch->tables, i);
     if (!PyDict_Check(table)) {
         return 0;
     }
     void *known = address == Py_None ? NULL : PyLong_AsVoidPtr(address);
+    const void *cold = PyLong_AsVoidPtr(storage);
     watch->table_sizes[i] = PyDict_GET_SIZE(table);
     watch->objects[i] = PyDict_GetItemWithError(table, PyList_GET_ITEM(watch->names, i));
     if (PyErr_Occurred() || watch->objects[i] == NULL) {
@@ -143,28 +176,23 @@ static int watch_one(Watch *watch, Py_ssize_t i, PyObject *address, int64_t **no
     if (watch->get_data_ptr(watch->tensors[i], &told) != 0 || told != known) {
         return 0;
     }
-    Py_ssize_t num = note_own(watch, watch->tensors[i], known, *noted);
+    Py_ssize_t num = note_own(watch, watch->tensors[i], known, cold, *noted);
     *noted += num < 0 ? 0 : num;
     return num >= 0;
 }
 
-/* watch(tables, names, handles, addresses, get_data_ptr, get_dim, get_sizes, get_strides,
- *       delete_tensor) -> Watch | None
+/* watch(tables, names, handles, addresses, storages, get_data_ptr, get_dim, get_sizes,
+ *       get_strides, delete_tensor) -> Watch | None
  *
- * Takes the handles over. The last five are addresses of the functions.
+ * Takes the handles over. The fifth are addresses of the tensors' storages in C++, the last five
+ * those of the functions.
  */
 static PyObject *watch(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
-    if (num_args != 9 || !PyList_CheckExact(args[0]) || !PyList_CheckExact(args[1]) ||
-        !PyList_CheckExact(args[2]) || !PyList_CheckExact(args[3])) {
+    if (num_args != 10 || !are_lists(args, 5)) {
         Py_RETURN_NONE;
     }
     Py_ssize_t num = PyList_GET_SIZE(args[0]);
-    for (int i = 1; i < 4; i++) {
-        if (PyList_GET_SIZE(args[i]) != num) {
-            Py_RETURN_NONE;
-        }
-    }
     Watch *made = PyMem_Calloc(1, sizeof(Watch));
     if (made == NULL) {
         return PyErr_NoMemory();
@@ -177,11 +205,11 @@ static PyObject *watch(PyObject *self, PyObject *const *args, Py_ssize_t num_arg
     made->table_sizes = PyMem_Calloc(num + 1, sizeof(Py_ssize_t));
     made->own = PyMem_Calloc(num + 1, sizeof(Own));
     made->noted = PyMem_Calloc(num + 1, 2 * MOST_DIMS * sizeof(int64_t));
-    made->get_data_ptr = (GetDataPtr)PyLong_AsVoidPtr(args[4]);
-    made->get_dim = (GetDim)PyLong_AsVoidPtr(args[5]);
-    made->get_sizes = (GetNumbers)PyLong_AsVoidPtr(args[6]);
-    made->get_strides = (GetNumbers)PyLong_AsVoidPtr(args[7]);
-    made->delete_tensor = (DeleteTensor)PyLong_AsVoidPtr(args[8]);
+    made->get_data_ptr = (GetDataPtr)PyLong_AsVoidPtr(args[5]);
+    made->get_dim = (GetDim)PyLong_AsVoidPtr(args[6]);
+    made->get_sizes = (GetNumbers)PyLong_AsVoidPtr(args[7]);
+    made->get_strides = (GetNumbers)PyLong_AsVoidPtr(args[8]);
+    made->delete_tensor = (DeleteTensor)PyLong_AsVoidPtr(args[9]);
     made->num_changes = num_dict_changes;
     int64_t *noted = made->noted;
     int is_good = made->objects && made->tensors && made->table_sizes && made->own && noted &&
@@ -191,7 +219,8 @@ static PyObject *watch(PyObject *self, PyObject *const *args, Py_ssize_t num_arg
         made->tensors[i] = capsule == Py_None ? NULL : PyCapsule_GetPointer(capsule, NULL);
     }
     for (Py_ssize_t i = 0; is_good && i < num; i++) {
-        is_good = watch_one(made, i, PyList_GET_ITEM(args[3], i), &noted);
+        is_good = watch_one(made, i, PyList_GET_ITEM(args[3], i), PyList_GET_ITEM(args[4], i),
+                            &noted);
     }
     if (!is_good) {
         PyErr_Clear();
@@ -214,8 +243,9 @@ static PyObject *have_moved(PyObject *self, PyObject *capsule)
     const int64_t *noted = watch->noted;
     for (Py_ssize_t i = 0; i < watch->num_own; i++) {
         const Own *own = &watch->own[i];
-        if (i + 8 < watch->num_own) {
-            __builtin_prefetch(*(void **)own[8].tensor); /* the tensor behind the handle */
+        if (i + AHEAD < watch->num_own) {
+            __builtin_prefetch(own[AHEAD].tensor);
+            ask_for(&own[AHEAD].cold);
         }
         void *address = NULL;
         if (watch->get_data_ptr(own->tensor, &address) != 0 || address != own->address ||
@@ -235,12 +265,10 @@ typedef struct {
     Py_ssize_t num, offset; /* of the tensor's handle in each Python object */
     Py_ssize_t *positions;
     PyTypeObject **types; /* owned */
-    void **tensors, **addresses;
+    void **addresses;
+    Cold *tensors; /* each the very tensor */
     GetDataPtr get_data_ptr;
 } Places;
-
-/* How many tensors to ask for ahead; of each, what telling its address reads. */
-enum { AHEAD = 8, TENSOR_BYTES = 128, LINE_BYTES = 64 };
 
 static const char PLACES[] = "compile_backend.Places";
 
@@ -280,59 +308,59 @@ Py_ssize_t offset_of(PyObject *object, void *tensor)
 static int is_at(const Places *places, Py_ssize_t i, PyObject *object)
 {
     void *handle = handle_in(object, places->offset), *address = NULL;
-    return Py_TYPE(object) == places->types[i] && *(void **)handle == places->tensors[i] &&
+    return Py_TYPE(object) == places->types[i] && *(void **)handle == places->tensors[i].tensor &&
            places->get_data_ptr(handle, &address) == 0 && address == places->addresses[i];
 }
 
-static int note_place(Places *places, PyObject *object, PyObject *tensor, PyObject *address)
+static int note_place(Places *places, PyObject *object, PyObject *tensor, PyObject *address,
+                      PyObject *storage)
 {
     Py_ssize_t i = places->num;
     places->types[i] = (PyTypeObject *)Py_NewRef(Py_TYPE(object));
     places->num++;
-    places->tensors[i] = PyLong_AsVoidPtr(tensor);
+    void *noted = PyLong_AsVoidPtr(tensor);
+    places->tensors[i] = (Cold){noted, PyLong_AsVoidPtr(storage)};
     places->addresses[i] = PyLong_AsVoidPtr(address);
-    if (PyErr_Occurred() || places->tensors[i] == NULL) {
+    if (PyErr_Occurred() || noted == NULL) {
         return 0;
     }
-    Py_ssize_t offset = offset_of(object, places->tensors[i]);
+    Py_ssize_t offset = offset_of(object, noted);
     if (i == 0) {
         places->offset = offset;
     }
     return offset >= 0 && offset == places->offset && is_at(places, i, object);
 }
 
-/* places_of(args, positions, tensors, addresses, get_data_ptr) -> Places | None
+/* places_of(positions, tensors, addresses, storages, args, get_data_ptr) -> Places | None
  *
- * The third are addresses of the tensors in C++, the fourth those of their data, the last that of
- * the function that tells it.
+ * The second are addresses of the tensors in C++, the third those of their data, the fourth those
+ * of their storages in C++, the last that of the function that tells where data is.
  */
 static PyObject *places_of(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
-    if (num_args != 5 || !PyTuple_CheckExact(args[0]) || !PyList_CheckExact(args[1]) ||
-        !PyList_CheckExact(args[2]) || !PyList_CheckExact(args[3]) ||
-        PyList_GET_SIZE(args[1]) != PyList_GET_SIZE(args[2]) ||
-        PyList_GET_SIZE(args[1]) != PyList_GET_SIZE(args[3])) {
+    if (num_args != 6 || !are_lists(args, 4) || !PyTuple_CheckExact(args[4])) {
         Py_RETURN_NONE;
     }
-    Py_ssize_t num = PyList_GET_SIZE(args[1]);
+    Py_ssize_t num = PyList_GET_SIZE(args[0]);
     Places *made = PyMem_Calloc(1, sizeof(Places));
     if (made == NULL) {
         return PyErr_NoMemory();
     }
     made->positions = PyMem_Calloc(num + 1, sizeof(Py_ssize_t));
     made->types = PyMem_Calloc(num + 1, sizeof(PyTypeObject *));
-    made->tensors = PyMem_Calloc(num + 1, sizeof(void *));
+    made->tensors = PyMem_Calloc(num + 1, sizeof(Cold));
     made->addresses = PyMem_Calloc(num + 1, sizeof(void *));
-    made->get_data_ptr = (GetDataPtr)PyLong_AsVoidPtr(args[4]);
+    made->get_data_ptr = (GetDataPtr)PyLong_AsVoidPtr(args[5]);
     int is_good = made->positions && made->types && made->tensors && made->addresses &&
                   made->get_data_ptr && !PyErr_Occurred();
     for (Py_ssize_t i = 0; is_good && i < num; i++) {
-        Py_ssize_t position = PyLong_AsSsize_t(PyList_GET_ITEM(args[1], i));
-        is_good = position >= 0 && position < PyTuple_GET_SIZE(args[0]);
+        Py_ssize_t position = PyLong_AsSsize_t(PyList_GET_ITEM(args[0], i));
+        is_good = position >= 0 && position < PyTuple_GET_SIZE(args[4]);
         if (is_good) {
             made->positions[i] = position;
-            is_good = note_place(made, PyTuple_GET_ITEM(args[0], position),
-                                 PyList_GET_ITEM(args[2], i), PyList_GET_ITEM(args[3], i));
+            is_good = note_place(made, PyTuple_GET_ITEM(args[4], position),
+                                 PyList_GET_ITEM(args[1], i), PyList_GET_ITEM(args[2], i),
+                                 PyList_GET_ITEM(args[3], i));
         }
     }
     if (!is_good) {
@@ -341,14 +369,6 @@ static PyObject *places_of(PyObject *self, PyObject *const *args, Py_ssize_t num
         Py_RETURN_NONE;
     }
     return PyCapsule_New(made, PLACES, free_places_of);
-}
-
-/* Bring a tensor of C++, which may be gone, to the cache: its storage, sizes and offset. */
-static inline void ask_for(const void *tensor)
-{
-    for (size_t at = 0; at <= TENSOR_BYTES; at += LINE_BYTES) {
-        __builtin_prefetch((const char *)tensor + at);
-    }
 }
 
 int args_in_place(PyObject *capsule, PyObject *args)
@@ -360,7 +380,7 @@ int args_in_place(PyObject *capsule, PyObject *args)
     }
     for (Py_ssize_t i = 0; i < places->num; i++) {
         if (i + AHEAD < places->num) {
-            ask_for(places->tensors[i + AHEAD]);
+            ask_for(&places->tensors[i + AHEAD]);
         }
         if (places->positions[i] >= PyTuple_GET_SIZE(args) ||
             !is_at(places, i, PyTuple_GET_ITEM(args, places->positions[i]))) {

@@ -87,8 +87,8 @@ def test_no_power_from_one_point() -> None:
     assert power([4], [1.0]) is None
 
 
-@pytest.mark.parametrize(("in_turns", "host"), [(True, "abab.."), (False, "aa.bb.")])
-def test_ways_are_interleaved(in_turns: bool, host: str) -> None:
+@pytest.mark.parametrize(("in_a_row", "host"), [(False, "abab.."), (True, "aabbaabb..")])
+def test_ways_are_interleaved(in_a_row: bool, host: str) -> None:
     """By rounds for the wall time, by steps for the host time; rewound before each half."""
     calls: list[str] = []
     ways = {name: lambda name=name: calls.append(name) for name in "ab"}
@@ -97,7 +97,7 @@ def test_ways_are_interleaved(in_turns: bool, host: str) -> None:
         Clock(CPU),
         num_rounds=2,
         num_steps=2,
-        in_turns=in_turns,
+        in_a_row=in_a_row,
         before=lambda: calls.append("<"),
         advance=lambda: calls.append("."),
     )

@@ -178,8 +178,8 @@ class AttentionMetadataBuilder:
             query_lens: `[num_reqs]`.
             tensors: of `input_spec` by name, on the device, padded.
         """
-        host = _host_lengths(batch, query_lens)
-        longest = shortcuts.lengths(query_lens, host.seq_lens)
+        host = HostLengths(query_lens, batch.seq_lens, batch.block_table)
+        longest = shortcuts.lengths(query_lens, batch.seq_lens)
         max_query_len, max_seq_len, uniform_query_len = longest or (
             int(query_lens.max(initial=0)),
             int(host.seq_lens.max(initial=0)),
@@ -219,7 +219,8 @@ class AttentionMetadataBuilder:
             host=None,
         )
         if batch is not None and query_lens is not None:
-            metadata = replace(metadata, host=_host_lengths(batch, query_lens))
+            host = HostLengths(query_lens, batch.seq_lens, batch.block_table)
+            metadata = replace(metadata, host=host)
         prepared = {
             backend: backend.prepare_for_graph(metadata, key) for backend in self._backends
         }
@@ -249,8 +250,8 @@ class AttentionMetadataBuilder:
         host: HostLengths | None,
     ) -> AttentionMetadata:
         return AttentionMetadata(
-            num_tokens=tensors["slot_mapping"].shape[0],  # `len` of a tensor is Python
-            num_reqs=tensors["seq_lens"].shape[0],
+            num_tokens=tensors["slot_mapping"].size(0),  # `len` of a tensor is Python
+            num_reqs=tensors["seq_lens"].size(0),
             query_start_loc=tensors["query_start_loc"],
             seq_lens=tensors["seq_lens"],
             block_table=tensors["block_table"],
@@ -343,14 +344,6 @@ def _check_range(name: str, numbers: npt.NDArray[Any], first: int, end: int) -> 
             f"{name} holds {numbers.min()} to {numbers.max()}, but the cache has {first} to "
             f"{end - 1}"
         )
-
-
-def _host_lengths(batch: AttentionBatch, query_lens: npt.NDArray[np.int32]) -> HostLengths:
-    return HostLengths(
-        query_lens,
-        np.asarray(batch.seq_lens, dtype=np.int32),
-        np.asarray(batch.block_table, dtype=np.int32),
-    )
 
 
 def _uniform(query_lens: Sequence[int] | npt.NDArray[np.int32]) -> int:

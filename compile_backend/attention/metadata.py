@@ -1,7 +1,9 @@
 """One step's batch, as attention sees it.
 
 Tensors stay at their addresses for as long as a graph reads them; numbers of the host hold for
-every batch that may replay the graph. Who fills the tensors is somebody else's business.
+every batch that may replay the graph. Who fills the tensors is somebody else's business. Nothing
+here changes once it is made; it is not frozen since it is made in every step, which takes three
+times as long for a frozen class.
 """
 
 from __future__ import annotations
@@ -9,10 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import numpy as np
     import numpy.typing as npt
     import torch
 
@@ -20,23 +23,38 @@ if TYPE_CHECKING:
     from compile_backend.attention.layer import AttentionLayer
 
 
-@dataclass(frozen=True, slots=True)
 class HostLengths:
     """The true lengths of a step, on the host; a step inside a graph has none.
 
-    Attributes:
+    Args:
         query_lens: tokens that each request adds, `[num_reqs]` int32, padding left out.
-        seq_lens: tokens of each request with those added, likewise.
-        block_table: `[num_reqs, columns]` int32, likewise; entries beyond a request's length may
-            be anything.
+        seq_lens: tokens of each request with those added, likewise, of any integers.
+        block_table: `[num_reqs, columns]`, likewise; entries beyond a request's length may be
+            anything.
+
+    Attributes:
+        query_lens: as given.
     """
 
-    query_lens: npt.NDArray[np.int32]
-    seq_lens: npt.NDArray[np.int32]
-    block_table: npt.NDArray[np.int32]
+    __slots__ = ("_block_table", "_seq_lens", "query_lens")
+
+    def __init__(self, query_lens: npt.NDArray[np.int32], seq_lens: Any, block_table: Any) -> None:
+        self.query_lens = query_lens
+        self._seq_lens = seq_lens
+        self._block_table = block_table
+
+    @property
+    def seq_lens(self) -> npt.NDArray[np.int32]:
+        """As given, in int32; only some backends look."""
+        return np.asarray(self._seq_lens, dtype=np.int32)
+
+    @property
+    def block_table(self) -> npt.NDArray[np.int32]:
+        """Likewise."""
+        return np.asarray(self._block_table, dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class AttentionMetadata:
     """A padded batch of requests, flattened to tokens.
 
@@ -71,7 +89,7 @@ class AttentionMetadata:
     host: HostLengths | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepAttention:
     """What the forward context holds for the attention ops of one step.
 

@@ -50,11 +50,21 @@ class Clock:
 
         return self.seconds(run) / num_steps * 1e3
 
-    def host_us(self, ways: Mapping[str, Step], num_steps: int) -> dict[str, list[float]]:
-        """Host time of every step on an idle device; the ways take turns at each step."""
+    def host_us(
+        self, ways: Mapping[str, Step], num_steps: int, *, in_a_row: bool = False
+    ) -> dict[str, list[float]]:
+        """Host time of every step on an idle device; the ways take turns at each step.
+
+        Args:
+            ways: by name.
+            num_steps: of each that are timed.
+            in_a_row: whether a step of the same way comes right before each.
+        """
         times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(num_steps):
             for name, step in ways.items():
+                if in_a_row:
+                    step()
                 self.wait()
                 start = time.perf_counter()
                 step()
@@ -86,7 +96,7 @@ def measure(
     *,
     num_rounds: int,
     num_steps: int,
-    in_turns: bool = True,
+    in_a_row: bool = False,
     before: Callable[[], object] = lambda: None,
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, Times]:
@@ -97,8 +107,8 @@ def measure(
         clock: of their device.
         num_rounds: how often all of it is done.
         num_steps: of each way, for the wall time and again for the host time.
-        in_turns: whether the ways take turns at every step for the host time, each with what the
-            others leave in the processor's caches, or only after all steps of a round.
+        in_a_row: whether for the host time a step of the same way comes right before each, as in a
+            serving loop; without, it finds what the others left in the processor's caches.
         before: called before each half of a round.
         advance: called after each way and half.
     """
@@ -109,9 +119,7 @@ def measure(
             times[name].wall_ms.append(clock.wall_ms(step, num_steps))
             advance()
         before()
-        together = [ways] if in_turns else [{name: step} for name, step in ways.items()]
-        for some in together:
-            for name, values in clock.host_us(some, num_steps).items():
-                times[name].host_us.append(statistics.median(values))
-                advance()
+        for name, values in clock.host_us(ways, num_steps, in_a_row=in_a_row).items():
+            times[name].host_us.append(statistics.median(values))
+            advance()
     return times

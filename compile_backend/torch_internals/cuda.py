@@ -190,6 +190,12 @@ def address_in_cpp(tensor: torch.Tensor) -> int:
     return address
 
 
+def storage_in_cpp(tensor: torch.Tensor) -> int:
+    """Where the storage of C++ is behind a tensor with data of its own."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
 @functools.cache
 def launch_functions() -> list[int] | None:
     """Addresses of what a bare replay calls; None where this torch or the driver lacks one.
