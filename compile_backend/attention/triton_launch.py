@@ -17,6 +17,7 @@ from compile_backend.attention.triton_kept import KeptKernel
 from compile_backend.attention.triton_kernels import attend_kernel
 from compile_backend.attention.triton_plan import MIN_DOT_SIZE, next_power_of_2
 from compile_backend.attention.triton_results import quantise_kernel, reduce_kernel
+from compile_backend.torch_internals.cuda import new_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -102,13 +103,23 @@ def _room(
     query: torch.Tensor, num_tokens: int, spec: AttentionSpec, plan: LaunchPlan
 ) -> torch.Tensor:
     """Where `attend_kernel` writes what is not yet the output."""
+    size, heads = spec.head_size, spec.num_heads
     if plan.num_splits == 1:
-        shape = (num_tokens, spec.num_heads, spec.head_size)
-        return torch.empty(shape, dtype=query.dtype, device=query.device)
-    num_results = num_tokens * spec.num_heads * plan.num_splits
-    return torch.empty(
-        num_results * (spec.head_size + NUM_STATS), dtype=torch.float32, device=query.device
-    )
+        shape, strides = (num_tokens, heads, size), (heads * size, size, 1)
+        return _new(shape, strides, query.dtype, query)
+    num_results = num_tokens * heads * plan.num_splits
+    return _new((num_results * (size + NUM_STATS),), (1,), torch.float32, query)
+
+
+def _new(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor
+) -> torch.Tensor:
+    """A tensor on the device of another one; each layer of each step asks for one."""
+    if like.is_cuda:
+        made = new_tensor(shape, strides, dtype)
+        if made.get_device() == like.get_device():
+            return made
+    return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
 
 
 def _attend(
