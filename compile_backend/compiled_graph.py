@@ -21,10 +21,13 @@ from compile_backend.config import CUDAGraphMode
 from compile_backend.context import (
     ForwardContext,
     SetBy,
+    begin_step,
     context_set_by,
     current_capture_session,
     current_forward_context,
+    end_step,
     enter_forward_context,
+    repeated_step,
 )
 from compile_backend.errors import CaptureError, number_of
 from compile_backend.known_calls import KnownCall, KnownCalls
@@ -136,17 +139,17 @@ class _Repeated:
     Attributes:
         plan: as given, and so is `stats`.
         context: of all the steps, one after the other.
-        entered: enters it.
+        step: the same, for `begin_step`.
         loan: of the outputs; None before the first.
     """
 
-    __slots__ = ("context", "entered", "loan", "plan", "stats")
+    __slots__ = ("context", "loan", "plan", "stats", "step")
 
     def __init__(self, plan: ReplayPlan, stats: KeyStats, key: BatchDescriptor) -> None:
         self.plan = plan
         self.stats = stats
         self.context = ForwardContext(None, _PIECEWISE, key)
-        self.entered = enter_forward_context(self.context)
+        self.step = repeated_step(self.context)
         self.loan: Loan | None = None
 
 
@@ -443,8 +446,11 @@ class CompiledGraph:
                 repeated = _Repeated(plan, self.stats.at(_PIECEWISE, key), key)
                 self._repeated[key] = repeated
             repeated.context.attn_metadata = metadata
-            with repeated.entered:
+            token = begin_step(repeated.step)
+            try:
                 outputs = plan.program(args)
+            finally:
+                end_step(token)
             repeated.stats.replays += plan.num_replays
             repeated.stats.steps += 1
             row = (_PIECEWISE, key)

@@ -1,14 +1,14 @@
 """What the current step is: one ContextVar that every graph runner reads.
 
 It refuses to know who decides the mode; a dispatcher, a runner or the user does. Whoever sets a
-context owns the decision, and graph runners trust it. A context is not frozen only since frozen
-classes take three times as long to make, which happens in every step.
+context owns the decision, and graph runners trust it. A context is not frozen: frozen classes take
+three times as long to make, and steps that are repeated share one, with other metadata each.
 """
 
 from __future__ import annotations
 
 import contextlib
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -166,10 +166,7 @@ def _check_step(cudagraph_runtime_mode: CUDAGraphMode, batch_descriptor: object)
 
 
 class enter_forward_context:  # noqa: N801 - is called as a function; generators cost twice as much
-    """Run the body under a context of a compiled graph: its own step, or a replay of one.
-
-    It may be entered again once it was left.
-    """
+    """Run the body under a context of a compiled graph: its own step, or a replay of one."""
 
     __slots__ = ("_step", "_token")
 
@@ -181,6 +178,21 @@ class enter_forward_context:  # noqa: N801 - is called as a function; generators
 
     def __exit__(self, *_error: object) -> None:
         _STEP.reset(self._token)
+
+
+def repeated_step(context: ForwardContext) -> object:
+    """What `begin_step` takes: a compiled graph's step, which may run again and again.
+
+    No capture session around it sees it.
+    """
+    return _Step(context, None, SetBy.GRAPH)
+
+
+begin_step: Callable[[Any], Token[Any]] = _STEP.set
+"""Enter a `repeated_step`; what it returns is for `end_step`, and for nobody else."""
+
+end_step: Callable[[Token[Any]], None] = _STEP.reset
+"""Leave the step again."""
 
 
 @contextlib.contextmanager

@@ -10,11 +10,14 @@ from compile_backend import BatchDescriptor, get_forward_context, set_forward_co
 from compile_backend.context import (
     ForwardContext,
     SetBy,
+    begin_step,
     context_set_by,
     current_capture_session,
     current_forward_context,
+    end_step,
     enter_capture_session,
     enter_forward_context,
+    repeated_step,
 )
 from compile_backend.errors import ConfigError
 
@@ -123,6 +126,25 @@ def test_a_graphs_own_context_is_told_apart():
         with enter_forward_context(ForwardContext()):
             assert context_set_by() is SetBy.GRAPH
         assert context_set_by() is SetBy.USER
+
+
+def test_a_repeated_step_is_entered_as_often_as_it_is_left():
+    session = NoSession()
+    with enter_capture_session(session):
+        context = ForwardContext("first", PIECEWISE, KEY)
+        step = repeated_step(context)
+        for metadata in ("first", "second"):
+            context.attn_metadata = metadata
+            outer = begin_step(step)
+            inner = begin_step(step)
+            assert get_forward_context().attn_metadata == metadata
+            assert context_set_by() is SetBy.GRAPH
+            assert current_capture_session() is None
+            end_step(inner)
+            assert get_forward_context() is context
+            end_step(outer)
+            assert current_forward_context() is None
+            assert current_capture_session() is session
 
 
 def test_a_capture_session_outlives_contexts_set_inside_it():
