@@ -91,7 +91,7 @@ class RunnerSteps:
         num_reqs = len(query_lens)
         if not num_tokens:
             if self._ranks is not None:
-                return self._run_idle(highest_mode)
+                return self._run_idle(BatchDescriptor(0, 0), highest_mode)
             check_is_whole(batch, self._loader.names, has_builder=self._builder is not None)
         check_batch(
             batch,
@@ -101,6 +101,8 @@ class RunnerSteps:
             max_num_batched_tokens=self._max_num_batched_tokens,
             has_builder=self._builder is not None,
         )
+        if not num_tokens:
+            return self._run_nothing(batch, query_lens, highest_mode)
         all_decode = batch.all_decode
         if is_uniform and all_decode is None and self._builder is not None:
             all_decode = self._builder.is_decode(batch.attention, query_lens)
@@ -169,15 +171,32 @@ class RunnerSteps:
         stats.padding += key.num_tokens - num_tokens
         return outputs
 
-    def _run_idle(self, highest_mode: CUDAGraphMode | None) -> Any:
-        """A step of a rank without requests: as that of the others, on a batch that means nothing.
+    def _run_nothing(
+        self,
+        batch: Batch,
+        query_lens: npt.NDArray[np.int32],
+        highest_mode: CUDAGraphMode | None,
+    ) -> Any:
+        """A batch without requests that brings all that others do: it is checked, and not run.
+
+        Many a model cannot be compiled for no rows, as where a view asks for a size by -1.
+        """
+        self._loader.write(self._loader.inputs.layout(0, 0, keep=False), batch, query_lens, 0)
+        token = BatchDescriptor(1, 1, uniform=True, extra=batch.extra)
+        return self._run_idle(token, highest_mode)
+
+    def _run_idle(self, descriptor: BatchDescriptor, highest_mode: CUDAGraphMode | None) -> Any:
+        """A step without requests, on a batch that means nothing.
+
+        Args:
+            descriptor: what to run as; where ranks agree on that, as the others.
+            highest_mode: the highest mode that is allowed.
 
         Returns:
             What the model returns, without any rows.
         """
-        nothing = BatchDescriptor(0, 0)
         empty = Batch(query_lens=(), inputs={})
-        mode, key = self._route(nothing, empty, all_decode=None, highest_mode=highest_mode)
+        mode, key = self._route(descriptor, empty, all_decode=None, highest_mode=highest_mode)
         num_reqs = key.num_reqs if mode is _FULL else self._model_steps.padded(key)[1]
         batch = self._loader.capture_batch(key.num_tokens, num_reqs)
         num_tokens = int(batch.query_lens.sum())

@@ -507,22 +507,64 @@ def test_limits_and_sizes_that_do_not_fit(limits: Any, sizes: list[int], expecte
     assert {mode: steps for mode, steps in held.items() if steps} == expected
 
 
+NOBODY = Batch(
+    query_lens=[],
+    inputs={"tokens": [], "positions": [], "last": []},
+    attention=AttentionBatch(seq_lens=[], block_table=np.zeros((0, 12), np.int32)),
+)
+"""A batch without requests that brings all that others do."""
+
+
 @pytest.mark.parametrize("mode", [BOTH, "FULL", "NONE"])
 def test_a_batch_of_exactly_the_limits_and_an_empty_one(mode: str) -> None:
     loop = make_loop(mode, limits=(8, 16))
     requests = [loop.add(range(i, i + 9)) for i in range(8)]
     loop.step([(request, 2) for request in requests])
-    nobody = Batch(
-        query_lens=[],
-        inputs={"tokens": [], "positions": [], "last": []},
-        attention=AttentionBatch(seq_lens=[], block_table=np.zeros((0, 12), np.int32)),
-    )
-    assert loop.runner.run(nobody).shape == (0, VOCABULARY)
+    assert loop.runner.run(NOBODY).shape == (0, VOCABULARY)
     for lacking in ({"inputs": {}}, {"attention": None}, {"inputs": {}, "attention": None}):
         with pytest.raises(ValueError, match=r"has no requests: .*; leave the step out, or"):
-            loop.runner.run(dataclasses.replace(nobody, **lacking))
+            loop.runner.run(dataclasses.replace(NOBODY, **lacking))
     loop.step([(request, 1) for request in requests])
     loop.step([(requests[0], 6), *((request, 1) for request in requests[1:5])])
+
+
+class Viewed(PagedToy):
+    """Asks for a size that nothing tells where there are no rows, as Llama does of its heads."""
+
+    def forward(self, tokens: Any, positions: Any, last: Any) -> Any:
+        tokens = tokens.view(tokens.shape[0], -1)[:, 0]
+        return super().forward(tokens, positions, last)
+
+
+@pytest.mark.parametrize("is_array", [False, True])
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_knows_no_empty_batch_runs_one(
+    mode: str, query_len: int, is_array: bool
+) -> None:
+    loop = make_loop(mode, Viewed(), query_len=query_len, sizes=[1, 2, 3, 4, 8])
+    requests = [loop.add(range(i, i + 9)) for i in range(2)]
+    loop.step([(request, 3) for request in requests])
+    nobody = NOBODY
+    if is_array:
+        inputs = {name: np.zeros(0, np.int64) for name in NOBODY.inputs}
+        lens = np.zeros(0, np.int32)
+        attention = dataclasses.replace(NOBODY.attention, seq_lens=lens)
+        nobody = Batch(query_lens=lens, inputs=inputs, attention=attention)
+    for _ in range(2):
+        assert loop.runner.run(nobody).shape == (0, VOCABULARY)
+    assert loop.runner.run(nobody, highest_mode=NONE).shape == (0, VOCABULARY)
+    other = dataclasses.replace(nobody, extra=("other",))
+    assert loop.runner.run(other).shape == (0, VOCABULARY)
+    assert stats(loop.runner.model).graphs == 1
+    for changes, text in (
+        ({"inputs": {**nobody.inputs, "last": [0]}}, r"'last' has shape \(1,\), .* needs \(0,\)"),
+        ({"attention": AttentionBatch(seq_lens=[1], block_table=[[0]])}, "needs 0 rows"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            loop.runner.run(dataclasses.replace(nobody, **changes))
+    loop.step([(request, 1) for request in requests])
+    loop.step([(request, 3) for request in requests])
 
 
 @pytest.mark.parametrize(
