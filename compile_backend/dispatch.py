@@ -240,12 +240,14 @@ class CudagraphDispatcher:
         if not mode.separate_routine():
             return mixed, ()
         if not sizes.uniform:
-            raise ConfigError(
-                "cudagraph_capture_sizes",
-                sizes.mixed,
-                f"is too small for one decoding request of {query_len} tokens",
-                f"add {query_len}, or use cudagraph_mode='PIECEWISE'",
-            )
+            too_small = f"is too small for one decoding request of {query_len} tokens"
+            otherwise = "fewer guesses (num_speculative_tokens), or cudagraph_mode='PIECEWISE'"
+            maximum = self._config.max_cudagraph_capture_size
+            if self._config.cudagraph_capture_sizes is None and maximum is not None:
+                fix = f"use {query_len} or more, {otherwise}"
+                raise ConfigError("max_cudagraph_capture_size", maximum, too_small, fix)
+            fix = f"add {query_len}, or use {otherwise}"
+            raise ConfigError("cudagraph_capture_sizes", sizes.mixed, too_small, fix)
         return mixed, sizes.uniform
 
     def _make_routes(

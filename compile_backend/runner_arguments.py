@@ -48,11 +48,16 @@ def check_input_spec(input_spec: object) -> None:
         raise ConfigError("input_spec", input_spec, problem, fix)
 
 
-def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
-    """Refuse limits of which one can never be reached, since each request brings a token.
+def check_limits(max_num_seqs: int, max_num_batched_tokens: int, query_len: int) -> None:
+    """Refuse limits of which one can never be reached, since each request brings tokens.
+
+    Args:
+        max_num_seqs: most requests of a batch.
+        max_num_batched_tokens: most tokens of a batch.
+        query_len: tokens of each request in a uniform decode batch.
 
     Raises:
-        ConfigError: there are fewer tokens than requests.
+        ConfigError: there are fewer tokens than requests, or than one request decodes with.
     """
     if max_num_batched_tokens < max_num_seqs:
         raise ConfigError(
@@ -61,6 +66,14 @@ def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
             f"is below max_num_seqs={max_num_seqs}, and so many requests could not even decode "
             "together",
             f"use {max_num_seqs} or more, or lower max_num_seqs",
+        )
+    if max_num_batched_tokens < query_len:
+        raise ConfigError(
+            "max_num_batched_tokens",
+            max_num_batched_tokens,
+            f"is below uniform_decode_query_len={query_len}, and so not one request could decode "
+            "with all its guesses",
+            f"use {query_len} or more, or fewer guesses (num_speculative_tokens)",
         )
 
 

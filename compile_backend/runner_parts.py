@@ -131,7 +131,7 @@ def runner_parts(
     )
     max_num_seqs, query_len = dispatcher.max_num_seqs, dispatcher.uniform_decode_query_len
     max_num_batched_tokens = at_least(1)("max_num_batched_tokens", max_num_batched_tokens)
-    check_limits(max_num_seqs, max_num_batched_tokens)
+    check_limits(max_num_seqs, max_num_batched_tokens, query_len)
     builder_specs = metadata_builder.input_spec if metadata_builder is not None else ()
     sizes = capture_sizes(config, max_num_seqs=max_num_seqs, query_len=query_len)
     with torch.inference_mode(False):

@@ -241,9 +241,20 @@ def test_nothing_and_one_above_the_maximum_run_without_a_graph(mode):
 
 
 def test_sizes_too_small_for_one_decoding_request_are_refused():
-    with pytest.raises(ConfigError, match="too small for one decoding request of 4 tokens"):
+    problem = "is too small for one decoding request of 4 tokens"
+    with pytest.raises(ConfigError, match=rf"cudagraph_capture_sizes=\(1, 2\) {problem}; add 4"):
         dispatcher_of(FULL_AND_PIECEWISE, query_len=4, cudagraph_capture_sizes=[1, 2])
     dispatcher_of(PIECEWISE, query_len=4, cudagraph_capture_sizes=[1, 2])
+    with pytest.raises(ConfigError, match=f"max_cudagraph_capture_size=3 {problem}; use 4 or"):
+        dispatcher_of(FULL_AND_PIECEWISE, query_len=4, max_cudagraph_capture_size=3)
+    dispatcher_of(PIECEWISE, query_len=4, max_cudagraph_capture_size=3)
+
+
+def test_more_guesses_than_requests_leave_decodes_a_size():
+    dispatcher = dispatcher_of(FULL_AND_PIECEWISE, query_len=301, max_num_seqs=4)
+    for num_reqs in (1, 2, 4):
+        batch = BatchDescriptor(301 * num_reqs, num_reqs, uniform=True)
+        assert dispatcher.dispatch(batch) == (FULL, batch)
 
 
 def test_capture_plan_is_largest_first_for_each_mode():

@@ -589,6 +589,14 @@ def test_outputs_of_another_shape_than_was_said_are_refused(
             "max_num_batched_tokens=7 is below max_num_seqs=8, .*; use 8 or more, or lower max_",
         ),
         ({"max_num_seqs": 8193}, "max_num_batched_tokens=8192 is below max_num_seqs=8193"),
+        (
+            {"max_num_batched_tokens": 8, "uniform_decode_query_len": 9},
+            r"max_num_batched_tokens=8 is below uniform_decode_query_len=9, .*; use 9 or more",
+        ),
+        (
+            {"max_num_batched_tokens": 8, "config": {"num_speculative_tokens": 8}},
+            "max_num_batched_tokens=8 is below uniform_decode_query_len=9",
+        ),
         ({"output_shape": Dim.NUM_REQS}, "output_shape=NUM_REQS must be a tuple of sizes"),
         ({"output_shape": "num_reqs"}, "output_shape='num_reqs' must be a tuple of sizes"),
         ({"output_shape": None}, "output_shape=None must be a tuple of sizes"),
