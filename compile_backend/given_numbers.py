@@ -5,6 +5,7 @@ It knows how numbers may be written, and neither what they mean nor how many the
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +33,35 @@ def array_of(name: str, value: Any, even: str = _EVEN) -> npt.NDArray[Any]:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise _unreadable(name, error, even) from error
+
+
+def integers_of(name: str, value: Any, even: str = _EVEN) -> npt.NDArray[Any]:
+    """Numbers as an array, of integers if they are such, each in whatever type.
+
+    For unsigned integers of 64 bits beside others numpy knows no common type but floats.
+
+    Args:
+        name: as for `array_of`.
+        value: likewise.
+        even: likewise.
+
+    Raises:
+        ValueError: as for `array_of`, or these integers have no common type of 64 bits.
+    """
+    array = array_of(name, value, even)
+    if array.dtype.kind not in "fO" or not array.size:
+        return array
+    items = np.asarray(value, dtype=object)
+    if not all(isinstance(item, Integral) and not isinstance(item, bool) for item in items.flat):
+        return array
+    numbers = [int(item) for item in items.flat]
+    lowest, highest = min(numbers), max(numbers)
+    for dtype in (np.int64, np.uint64):
+        if np.iinfo(dtype).min <= lowest and highest <= np.iinfo(dtype).max:
+            return np.array(numbers, dtype).reshape(items.shape)
+    raise ValueError(
+        f"{name} holds {lowest} to {highest}, which integers of 64 bits do not; change the numbers"
+    )
 
 
 def tensor_of(name: str, value: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from compile_backend.errors import ConfigError, number_of, shown
-from compile_backend.given_numbers import array_of
+from compile_backend.given_numbers import integers_of
 from compile_backend.runner_batch import Batch
 from compile_backend.step_inputs import Dim
 from compile_backend.torch_internals.graphs import tree_leaves
@@ -116,7 +116,7 @@ def check_query_lens(query_lens: Any) -> npt.NDArray[Any]:
     Raises:
         ValueError: they are no integers of at least 1, one for each request.
     """
-    lens = array_of("query_lens", query_lens, "give one number for each request")
+    lens = integers_of("query_lens", query_lens, "give one number for each request")
     if lens.size and lens.dtype.kind not in "iu":
         raise ValueError(f"query_lens hold numbers of {lens.dtype}; give integers")
     if lens.ndim != 1:

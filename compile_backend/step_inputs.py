@@ -19,7 +19,7 @@ import torch
 
 from compile_backend import shortcuts
 from compile_backend.errors import ConfigError
-from compile_backend.given_numbers import array_of, check_has_rows, tensor_of
+from compile_backend.given_numbers import array_of, check_has_rows, integers_of, tensor_of
 from compile_backend.torch_internals.cuda import weak_part
 
 if TYPE_CHECKING:
@@ -261,7 +261,8 @@ class StepInputs:
             if self._copied is not None and value.is_cuda:
                 self._copied.record()
             return
-        value = array_of(name, value)
+        read = array_of if spec.dtype.is_floating_point else integers_of
+        value = read(name, value)
         if value.dtype.kind not in "biuf":
             raise ValueError(f"{name} has values of {value.dtype}; give numbers")
         _check_shape(spec, value.shape, own.shape)

@@ -451,6 +451,13 @@ def test_run_before_capture_is_refused() -> None:
         ({"query_lens": [1, 0]}, "a request without tokens"),
         ({"query_lens": [1] * 9}, "above the limits"),
         ({"query_lens": 1}, "one number for each request"),
+        ({"query_lens": [1.0]}, "query_lens hold numbers of float64; give integers"),
+        ({"query_lens": [True]}, "query_lens hold numbers of bool; give integers"),
+        ({"query_lens": [np.uint64(1), 1.0]}, "query_lens hold numbers of float64; give integers"),
+        ({"query_lens": [np.uint64(1), 1, True]}, "hold numbers of float64; give integers"),
+        ({"query_lens": [np.uint64(1), 0]}, r"query_lens \[1, 0\] hold a request without tokens"),
+        ({"query_lens": [2**64]}, "query_lens holds 18446744073709551616 to .*; change the num"),
+        ({"query_lens": [np.uint64(2**63), -1]}, "query_lens holds -1 to 9223372036854775808"),
         ({"query_lens": [[1], [1, 2]]}, "query_lens has rows of different lengths; give one"),
         ({"query_lens": torch.ones(1, device="meta")}, "query_lens cannot be read: .*; give num"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -348,6 +349,22 @@ def test_arrays_that_the_engine_overwrites_after_each_step() -> None:
     assert loop.ran() == {"FULL": [2, 2, 2, 2], "PIECEWISE": [8, 8]}
 
 
+def _of_several_types(value: Any) -> Any:
+    """A list of numbers that no type of numpy's but floats holds together."""
+    array = np.asarray(value)
+    if array.ndim == 1:
+        types = itertools.cycle((np.uint64, int, np.int16))
+        return [as_type(number) for as_type, number in zip(types, array.tolist(), strict=False)]
+    return [_of_several_types(row) for row in array]
+
+
+def _rows_of_several_types(value: Any) -> Any:
+    array = np.asarray(value)
+    if array.ndim == 1:
+        return tuple(_of_several_types(array))
+    return [row.astype(np.uint64) if i % 2 else row for i, row in enumerate(array)]
+
+
 _KINDS: dict[str, Callable[[Any], Any]] = {
     "list": lambda value: np.asarray(value).tolist(),
     "uint8": lambda value: np.asarray(value, np.uint8),
@@ -355,13 +372,16 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
     "int64": lambda value: np.asarray(value, np.int64),
     "torch.int32": lambda value: torch.as_tensor(np.asarray(value)).int(),
     "torch.int64": lambda value: torch.as_tensor(np.asarray(value)).long(),
+    "several types": _of_several_types,
+    "rows of several types": _rows_of_several_types,
+    "objects": lambda value: np.asarray(value, object),
     "strided": lambda value: np.repeat(np.asarray(value), 2, -1)[..., ::2],
 }
 
 
 def test_batches_of_any_kind_of_integers_with_and_without_slots() -> None:
     loop = make_loop()
-    requests = loop.add(range(9)), loop.add(range(5, 14))
+    requests = loop.add(range(12)), loop.add(range(5, 17))
     steps = 0
     for as_kind in _KINDS.values():
         for has_slots in (False, True):

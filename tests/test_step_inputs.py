@@ -409,11 +409,34 @@ def test_fractions_are_no_integers(value: Any) -> None:
         held.load(held.inputs.layout(1, 1), batch, np.array([1], np.int32), 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64, torch.uint64])
+def test_integers_may_be_of_several_types(dtype: torch.dtype) -> None:
+    held = step_inputs(InputSpec("x", (TOKENS,), dtype))
+    place = held.layout(3, 1).places["x"]
+    held.put(place, [np.uint64(2), 1, np.int8(0)], 3)
+    assert place.host.tolist() == [2, 1, 0]
+    if dtype.is_floating_point:
+        return
+    held.put(place, np.array([0, 1, 2], object), 3)
+    assert place.host.tolist() == [0, 1, 2]
+    for fraction in (0.5, 1.0):
+        with pytest.raises(ValueError, match="has numbers of float64"):
+            held.put(place, [np.uint64(2), 1, fraction], 3)
+
+
+def test_integers_of_several_types_keep_all_their_bits() -> None:
+    held = step_inputs(InputSpec("x", (TOKENS,), torch.uint64))
+    place = held.layout(2, 1).places["x"]
+    held.put(place, [np.uint64(2**64 - 1), 2**53 + 1], 2)
+    assert place.host.tolist() == [2**64 - 1, 2**53 + 1]
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         (np.array([2**31]), "holds 2147483648 to 2147483648, which torch.int32 does not"),
         ([-(2**31) - 1], "holds -2147483649"),
+        ([2**64], "input 'x' holds 18446744073709551616 to .*, which integers of 64 bits do not"),
         (np.array([2**63], np.uint64), "which torch.int32 does not"),
         (["7"], "has values of <U1; give numbers"),
         (np.array(["2020-01-01"], "datetime64[D]"), "give numbers"),

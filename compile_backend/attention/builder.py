@@ -15,7 +15,7 @@ import torch
 from compile_backend import shortcuts
 from compile_backend.attention.metadata import AttentionMetadata, HostLengths, StepAttention
 from compile_backend.errors import ConfigError, number_of, shown
-from compile_backend.given_numbers import array_of
+from compile_backend.given_numbers import integers_of
 from compile_backend.step_inputs import Dim, InputSpec
 from compile_backend.support import AttentionCGSupport, lowest
 
@@ -316,7 +316,7 @@ def _no_attention(batch: object) -> ValueError:
 
 def _rows(name: str, value: Any, num_rows: int, num_dims: int = 1) -> npt.NDArray[Any]:
     """An array with a row for each request or token; one row must not do for all in silence."""
-    array = array_of(name, value)
+    array = integers_of(name, value)
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"{name} holds numbers of {array.dtype}; give integers")
     if array.ndim != num_dims or len(array) != num_rows:
