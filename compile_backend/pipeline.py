@@ -159,10 +159,11 @@ def is_fused(node: torch.fx.Node) -> bool:
 
 
 _PAGE = "docs/how-it-works.md, Quantisations that fuse"
-_FORMS = dict.fromkeys(
-    ("enable_fusion", "enable_attn_fusion"),
-    f"; write quantisations in a form that matches: see {_PAGE}",
-)
+_FORMS = {
+    "enable_fusion": f"; write quantisations in a form that matches: see {_PAGE}",
+    "enable_attn_fusion": "; it takes static scales only, one value for all tokens: leave it out "
+    f"for scales per token, else write quantisations in a form that matches: see {_PAGE}",
+}
 
 
 def idle_passes(results: Iterable[PassResult]) -> list[str]:

@@ -390,12 +390,20 @@ def test_models_are_fused_at_every_layer(name: str) -> None:
     assert reports[1].passes["rms_norm_fp8"] > 0
 
 
-def test_a_fusion_that_matched_nothing_says_so() -> None:
+def test_a_fusion_that_matched_nothing_says_so_and_which_scales_it_takes() -> None:
+    def per_token(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        output = attended(query, key, value).flatten(1)
+        return divided(output, _token_scale(output))
+
+    paged = Paged(case_of(), SdpaAttention)
     options = {"pass_config": ATTENTION_ONLY, "piece_compiler": "eager"}
-    (graph,) = explain(lambda x: x + 1, torch.ones(3), options=options).graphs
+    with set_forward_context(paged.step(in_graph=False)):
+        (graph,) = explain(per_token, paged.query, *paged.new, options=options).graphs
+    assert graph.passes["attn_fp8"] == 0
     (note,) = [note for note in graph.notes if "changed nothing" in note]
     assert note.startswith(
-        "enable_attn_fusion was asked for and changed nothing in this graph; write "
+        "enable_attn_fusion was asked for and changed nothing in this graph; it takes static "
+        "scales only, one value for all tokens: leave it out for scales per token, else write "
     )
     assert note.endswith("see docs/how-it-works.md, Quantisations that fuse")
 
