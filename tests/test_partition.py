@@ -577,8 +577,10 @@ def test_explain_tells_that_nothing_is_partitioned_on_the_cpu():
     assert any("runs on the CPU; move model and inputs to a GPU" in note for note in graph.notes)
 
 
-def test_a_graph_without_splitting_ops_needs_no_partition(caplog):
-    both = whole(lambda x: x.relu() * 2, cudagraph_mode="FULL", piece_compiler="inductor")
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_graph_without_splitting_ops_needs_no_partition(strict, caplog):
+    options = {"cudagraph_mode": "FULL", "piece_compiler": "inductor", "strict": strict}
+    both = whole(lambda x: x.relu() * 2, **options)
     for _ in range(3):
         both(rows(8))
     assert told(caplog) == []
