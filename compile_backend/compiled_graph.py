@@ -27,7 +27,6 @@ from compile_backend.context import (
     current_forward_context,
     end_step,
     enter_forward_context,
-    repeated_step,
 )
 from compile_backend.errors import CaptureError, number_of
 from compile_backend.known_calls import KnownCall, KnownCalls
@@ -126,31 +125,19 @@ class CallRules:
         return f"{adding}, or set cudagraph_pad_inputs=True and compile with dynamic=True"
 
 
+@dataclass(slots=True)
 class _Repeated:
     """What a key's steps past Dynamo have in common.
 
-    What is made anew in every step is cold by then, so that making it takes longest of all.
-
-    Args:
+    Attributes:
         plan: of the key.
         stats: where to count.
-        key: of the graph.
-
-    Attributes:
-        plan: as given, and so is `stats`.
-        context: of all the steps, one after the other.
-        step: the same, for `begin_step`.
         loan: of the outputs; None before the first.
     """
 
-    __slots__ = ("context", "loan", "plan", "stats", "step")
-
-    def __init__(self, plan: ReplayPlan, stats: KeyStats, key: BatchDescriptor) -> None:
-        self.plan = plan
-        self.stats = stats
-        self.context = ForwardContext(None, _PIECEWISE, key)
-        self.step = repeated_step(self.context)
-        self.loan: Loan | None = None
+    plan: ReplayPlan
+    stats: KeyStats
+    loan: Loan | None = None
 
 
 class CompiledGraph:
@@ -443,10 +430,9 @@ class CompiledGraph:
             if repeated is None or repeated.plan is not plan:
                 if self._plans.get(key) is not plan:
                     return None
-                repeated = _Repeated(plan, self.stats.at(_PIECEWISE, key), key)
+                repeated = _Repeated(plan, self.stats.at(_PIECEWISE, key))
                 self._repeated[key] = repeated
-            repeated.context.attn_metadata = metadata
-            token = begin_step(repeated.step)
+            token = begin_step(ForwardContext(metadata, _PIECEWISE, key))
             try:
                 outputs = plan.program(args)
             finally:

@@ -1,8 +1,8 @@
 """What the current step is: one ContextVar that every graph runner reads.
 
 It refuses to know who decides the mode; a dispatcher, a runner or the user does. Whoever sets a
-context owns the decision, and graph runners trust it. A context is not frozen: frozen classes take
-three times as long to make, and steps that are repeated share one, with other metadata each.
+context owns the decision, and graph runners trust it. A context is not frozen only since frozen
+classes take three times as long to make, which happens in every step.
 """
 
 from __future__ import annotations
@@ -165,34 +165,35 @@ def _check_step(cudagraph_runtime_mode: CUDAGraphMode, batch_descriptor: object)
         )
 
 
+def begin_step(context: ForwardContext, set_by: SetBy = SetBy.GRAPH) -> Token[_Step]:
+    """Enter a context of a compiled graph: its own step, or a replay of one.
+
+    For a step that is made again and again; others use `enter_forward_context`.
+
+    Returns:
+        What `end_step` takes.
+    """
+    return _STEP.set(_Step(context, _STEP.get().session, set_by))
+
+
+end_step: Callable[[Token[_Step]], None] = _STEP.reset
+"""Leave the step that was begun."""
+
+
 class enter_forward_context:  # noqa: N801 - is called as a function; generators cost twice as much
     """Run the body under a context of a compiled graph: its own step, or a replay of one."""
 
-    __slots__ = ("_step", "_token")
+    __slots__ = ("_context", "_set_by", "_token")
 
     def __init__(self, context: ForwardContext, set_by: SetBy = SetBy.GRAPH) -> None:
-        self._step = _Step(context, _STEP.get().session, set_by)
+        self._context = context
+        self._set_by = set_by
 
     def __enter__(self) -> None:
-        self._token = _STEP.set(self._step)
+        self._token = begin_step(self._context, self._set_by)
 
     def __exit__(self, *_error: object) -> None:
-        _STEP.reset(self._token)
-
-
-def repeated_step(context: ForwardContext) -> object:
-    """What `begin_step` takes: a compiled graph's step, which may run again and again.
-
-    No capture session around it sees it.
-    """
-    return _Step(context, None, SetBy.GRAPH)
-
-
-begin_step: Callable[[Any], Token[Any]] = _STEP.set
-"""Enter a `repeated_step`; what it returns is for `end_step`, and for nobody else."""
-
-end_step: Callable[[Token[Any]], None] = _STEP.reset
-"""Leave the step again."""
+        end_step(self._token)
 
 
 @contextlib.contextmanager

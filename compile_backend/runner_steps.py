@@ -179,8 +179,8 @@ class RunnerSteps:
     ) -> Any:
         """A batch without requests that brings all that others do: it is checked, that is all.
 
-        A token of nobody runs in its place, for the form of what is returned: many a model knows no
-        rows of 0, as where a view asks for a size by -1.
+        A token of nobody runs in its place, for the form of what is returned: many a model knows
+        no rows of 0, as where a view asks for a size by -1.
         """
         self._loader.write(self._loader.inputs.layout(0, 0, keep=False), batch, query_lens, 0)
         token = BatchDescriptor(1, 1, uniform=True, extra=batch.extra)

@@ -17,7 +17,6 @@ from compile_backend.context import (
     end_step,
     enter_capture_session,
     enter_forward_context,
-    repeated_step,
 )
 from compile_backend.errors import ConfigError
 
@@ -128,23 +127,16 @@ def test_a_graphs_own_context_is_told_apart():
         assert context_set_by() is SetBy.USER
 
 
-def test_a_repeated_step_is_entered_as_often_as_it_is_left():
-    session = NoSession()
+def test_steps_are_begun_within_each_other():
+    session, contexts = NoSession(), (ForwardContext("outer"), ForwardContext("inner"))
     with enter_capture_session(session):
-        context = ForwardContext("first", PIECEWISE, KEY)
-        step = repeated_step(context)
-        for metadata in ("first", "second"):
-            context.attn_metadata = metadata
-            outer = begin_step(step)
-            inner = begin_step(step)
-            assert get_forward_context().attn_metadata == metadata
-            assert context_set_by() is SetBy.GRAPH
-            assert current_capture_session() is None
-            end_step(inner)
+        outer, inner = map(begin_step, contexts)
+        for context, token in zip(reversed(contexts), (inner, outer), strict=True):
             assert get_forward_context() is context
-            end_step(outer)
-            assert current_forward_context() is None
+            assert context_set_by() is SetBy.GRAPH
             assert current_capture_session() is session
+            end_step(token)
+        assert current_forward_context() is None
 
 
 def test_a_capture_session_outlives_contexts_set_inside_it():
