@@ -147,6 +147,21 @@ def test_entries_beyond_a_request_may_be_anything(dtype: type[Any]) -> None:
     assert tensors_of(step)["block_table"] == [[1, 0, 0, 0], [2, 3, 0, 0]]
 
 
+@pytest.mark.parametrize("form", [list, np.int64, torch.tensor])
+def test_the_host_has_its_numbers_in_int32_and_turns_them_once(form: Any) -> None:
+    numbers = [4, 5], [[1, 1 << 40], [2, 3]]
+    seq_lens, table = (np.array(item).tolist() if form is list else form(item) for item in numbers)
+    batch = AttentionBatch(seq_lens=seq_lens, block_table=table)
+    host = attention_step(builder(), batch, (1, 1)).metadata.host
+    assert host is not None
+    assert host.seq_lens.dtype == host.block_table.dtype == np.int32
+    assert host.seq_lens.tolist() == [4, 5]
+    assert host.block_table[:, 0].tolist() == [1, 2]
+    assert host.block_table[1, 1] == 3
+    assert host.seq_lens is host.seq_lens
+    assert host.block_table is host.block_table
+
+
 def test_a_batch_of_nobody_is_all_padding() -> None:
     batch = AttentionBatch(seq_lens=[], block_table=np.zeros((0, 4), np.int32))
     step = attention_step(builder(), batch, (), (2, 1))

@@ -45,13 +45,20 @@ class HostLengths:
 
     @property
     def seq_lens(self) -> npt.NDArray[np.int32]:
-        """As given, in int32; only some backends look."""
-        return np.asarray(self._seq_lens, dtype=np.int32)
+        """As given, in int32: turned into that once, as only some backends look, others often."""
+        self._seq_lens = lens = _in_int32(self._seq_lens)
+        return lens
 
     @property
     def block_table(self) -> npt.NDArray[np.int32]:
         """Likewise."""
-        return np.asarray(self._block_table, dtype=np.int32)
+        self._block_table = table = _in_int32(self._block_table)
+        return table
+
+
+def _in_int32(numbers: Any) -> npt.NDArray[np.int32]:
+    """Integers of any kind; those that nobody reads may be too large, and come out as others."""
+    return np.asarray(numbers).astype(np.int32, copy=False)
 
 
 @dataclass(slots=True, kw_only=True)
