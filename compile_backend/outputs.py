@@ -17,10 +17,12 @@ import torch
 from compile_backend import shortcuts
 from compile_backend.boundary import SharedBuffer
 from compile_backend.layout import memory_of, owners_of_memory
-from compile_backend.torch_internals.cuda import copy_all, new_tensor
+from compile_backend.torch_internals.cuda import copy_all, maker_on
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
+
+    from compile_backend.torch_internals.cuda import Maker
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,12 @@ class _View:
 class _Clone:
     """Clones an output; by the driver where it is the very tensor of the first time."""
 
-    __slots__ = ("_copies", "_layout", "_source")
+    __slots__ = ("_copies", "_layout", "_make", "_source")
 
     def __init__(self) -> None:
         self._source: weakref.ref[torch.Tensor] | None = None
         self._layout: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = None
+        self._make: Maker | None = None
         self._copies: object | None = None
 
     def __call__(self, output: torch.Tensor) -> torch.Tensor:
@@ -46,7 +49,8 @@ class _Clone:
         if self._copies is None or self._source is None or self._source() is not output:
             return self._by_torch(output)
         assert self._layout is not None
-        clone = new_tensor(*self._layout)
+        assert self._make is not None
+        clone = self._make(*self._layout)
         if shortcuts.copy_to(self._copies, clone.data_ptr()):
             return clone
         return output.clone()  # the device is not the current one
@@ -56,6 +60,7 @@ class _Clone:
         if self._source is None:
             self._source = weakref.ref(output)
             self._layout = tuple(clone.size()), clone.stride(), clone.dtype
+            self._make = maker_on(clone.device)  # a graph on CUDA may return what is on the host
             self._copies = shortcuts.copies_of([(clone, output)])
         return clone
 

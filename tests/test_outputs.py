@@ -79,8 +79,6 @@ def test_clones_by_the_driver_are_those_of_torch(monkeypatch, declines):
     """Of one output that stays and one that is made anew; `copy_to` stands for the driver."""
     cloned: list[int] = []
     monkeypatch.setattr(shortcuts, "copies_of", lambda pairs: pairs[0][1])
-    made_on_a_cpu = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)  # noqa: E731
-    monkeypatch.setattr("compile_backend.outputs.new_tensor", made_on_a_cpu)
 
     def copy_to(source: torch.Tensor, address: int) -> bool:
         cloned.append(address)
@@ -100,6 +98,17 @@ def test_clones_by_the_driver_are_those_of_torch(monkeypatch, declines):
         assert first.stride() == stays.stride()
         assert first.eq(value).all()
         assert second.eq(value).all()
+
+
+@pytest.mark.gpu
+def test_clones_are_where_their_output_is():
+    """Of a graph on a GPU, one of whose outputs is on the host."""
+    function = lambda x: (torch.ops.toy.attn_new(x) * 2, torch.arange(3) + 1)  # noqa: E731
+    both = Twin(function, cudagraph_mode="FULL")
+    for _ in range(6):
+        first, second = both(rows(4).cuda())
+        assert first.is_cuda
+        assert second.device.type == "cpu"
 
 
 def lent(outputs: list[Any], args: Any = (), returns: Any = None, **told: Any) -> Loan:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch
 import torch.fx
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 
 def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,20 +112,22 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     torch._foreach_copy_(list(targets), list(sources))
 
 
-def new_tensor(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the current CUDA device, as code of Inductor makes them: past the dispatcher."""
-    return _empty_strided(size, stride, dtype)
+Maker = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+"""Makes a tensor of a size, strides and a dtype, in memory that holds anything."""
 
 
-def _empty_on_cuda(
-    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+def maker_on(device: torch.device) -> Maker:
+    """Makes tensors on the current device of a type, as code of Inductor: past the dispatcher.
 
+    Args:
+        device: of that type.
+    """
 
-_empty_strided: Callable[..., torch.Tensor] = getattr(
-    torch._C._dynamo.guards, "_empty_strided_cuda", _empty_on_cuda
-)
+    def make(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device.type)
+
+    found: Maker = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", make)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
