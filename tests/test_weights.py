@@ -183,6 +183,22 @@ def test_tensors_without_an_address_are_looked_after_as_objects() -> None:
     assert weights.have_moved()
 
 
+class WithoutStorage(torch.Tensor):
+    """Tells nobody where its storage is."""
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        raise NotImplementedError
+
+
+def test_a_weight_that_hides_its_storage_is_watched() -> None:
+    model = torch.nn.Module()
+    model.register_buffer("table", torch.ones(2).as_subclass(WithoutStorage))
+    weights = Weights(model)
+    assert not weights.have_moved()
+    model.table.data = torch.ones(2)
+    assert weights.have_moved()
+
+
 def test_a_weight_that_comes_back_is_watched_once_noted() -> None:
     model = Model()
     model.table = None

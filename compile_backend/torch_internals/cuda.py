@@ -194,8 +194,11 @@ def address_in_cpp(tensor: torch.Tensor) -> int:
 
 
 def storage_in_cpp(tensor: torch.Tensor) -> int:
-    """Where the storage of C++ is behind a tensor with data of its own."""
-    address: int = tensor.untyped_storage()._cdata
+    """Where the storage of C++ is behind a tensor with data of its own; 0 if it does not tell."""
+    try:
+        address: int = tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # of a class of its own
+        return 0
     return address
 
 
