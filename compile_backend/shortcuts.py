@@ -40,6 +40,9 @@ NOT_BUILT = (
     "host; install the package again where there is a C compiler, and Python's headers"
 )
 
+DRIVEN = "cuda"
+"""The type of devices whose memory the driver copies; what is on a host only waits for it."""
+
 MOST_PARAMETERS = 64
 """Of a kernel that `kernel_of` takes."""
 
@@ -250,10 +253,10 @@ def copies_of(
         event: recorded behind them, as it was before; must outlive what is returned.
 
     Returns:
-        None where torch has to copy: for tensors whose bytes are not the same.
+        None where torch has to copy: on a host, and tensors whose bytes are not the same.
     """
     functions = None if _built is None else copy_functions()
-    if functions is None or not pairs or not all(_have_the_same_bytes(*pair) for pair in pairs):
+    if functions is None or not pairs or not all(_can_be_copied(*pair) for pair in pairs):
         return None
     numbers: list[int] = []
     for target, source in pairs:
@@ -288,7 +291,7 @@ def inputs_of(
     sources = [args[i] for i in positions]
     if copying is None or telling is None or not sources or len(sources) > MOST_INPUTS:
         return None
-    if not all(map(_have_the_same_bytes, targets, sources)):
+    if not all(map(_can_be_copied, targets, sources)):
         return None
     inputs: object | None = _built.inputs_of(
         args,
@@ -304,12 +307,13 @@ def inputs_of(
     return inputs
 
 
-def _have_the_same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether bytes of one are bytes of the other, none of them between elements."""
+def _can_be_copied(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether bytes of one are bytes of the other, on a device, none of them between elements."""
     is_alike = (target.dtype, target.stride()) == (source.dtype, source.stride())
     is_plain = not any(tensor.is_neg() or tensor.is_conj() for tensor in (target, source))
     has_no_gaps = memory_of(source).numel() == source.numel()
-    return is_alike and target.shape == source.shape and is_plain and has_no_gaps
+    is_there = target.device.type == DRIVEN
+    return is_there and is_alike and target.shape == source.shape and is_plain and has_no_gaps
 
 
 def kernel_of(

@@ -43,6 +43,7 @@ class Driver:
         current = (of_device(self._current_device), of_stream(self._current_stream))
         copies = (copying(self._copy), recording(self._record))
         launches = (launching(self._launch), asking(self._is_capturing))
+        monkeypatch.setattr(shortcuts, "DRIVEN", "cpu")
         # The functions live as long as `self`, which patched functions hold.
         self.functions = (current, copies, launches)
         for name, own in (("copy_functions", copies), ("launch_functions", launches)):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,15 +23,20 @@ from paged_toy import (
     make_loop,
 )
 
+import compile_backend
 from compile_backend import CUDAGraphMode, shortcuts
 from compile_backend.attention.builder import AttentionBatch, AttentionMetadataBuilder
 from compile_backend.attention.sdpa import SdpaAttention
 from compile_backend.attention.spec import CacheFormat
+from compile_backend.context import current_forward_context, get_forward_context
 from compile_backend.errors import ConfigError
 from compile_backend.known_steps import _MOST_KNOWN, KnownSteps
 from compile_backend.runner import GraphModelRunner
 from compile_backend.runner_batch import Batch
 from compile_backend.step_inputs import Dim, InputSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
 
@@ -240,12 +247,98 @@ def test_a_step_whose_pieces_changed_is_run_by_the_general_code() -> None:
         step_in_arrays(loop, None)
     captured = loop.runner._captured
     assert captured is not None
-    assert captured.piecewise is not None
-    assert captured.known._known[None]
-    captured.piecewise.forget()
+    ((key, known),) = captured.known._known[None].items()
+    compile_backend.reset(loop.runner.model)
+    step_in_arrays(loop, None)
+    assert key not in captured.known._known[None]
+    for _ in range(3):
+        step_in_arrays(loop, None)
+    assert captured.known._known[None][key] is not known
+    assert loop.ran() == {"PIECEWISE": [1] * 8 + [4]}
+
+
+class Asking(SdpaAttention):
+    """Calls somebody before it attends."""
+
+    asked: Callable[[], object] = staticmethod(lambda: None)
+
+    def forward(self, *args: Any) -> None:
+        type(self).asked()
+        super().forward(*args)
+
+
+def asking_loop(monkeypatch: pytest.MonkeyPatch, asked: Callable[[], object]) -> Loop:
+    """A loop whose steps at PIECEWISE are known, and call `asked` in each layer from now on."""
+    cache = CacheFormat(block_size=BLOCK_SIZE, dtype=torch.float32, max_model_len=MAX_MODEL_LEN)
+    backend = Asking(SPEC, cache, torch.device("cpu"))
+    loop = make_loop("PIECEWISE", backend=lambda _: backend)
+    loop.step([(loop.add([1, 2, 3]), 3)])
     for _ in range(4):
         step_in_arrays(loop, None)
-    assert loop.ran() == {"PIECEWISE": [1] * 8 + [4]}
+    monkeypatch.setattr(Asking, "asked", staticmethod(asked))
+    return loop
+
+
+def test_what_attention_was_told_is_let_go_after_a_known_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[weakref.ref[Any]] = []
+
+    def asked() -> None:
+        metadata = get_forward_context().attn_metadata.metadata
+        told.extend(map(weakref.ref, (metadata.host.seq_lens, metadata.host.block_table)))
+        if len(told) > 4:
+            raise KeyError("in the middle")
+
+    loop = asking_loop(monkeypatch, asked)
+    step_in_arrays(loop, None)
+    with pytest.raises(KeyError, match="in the middle"):
+        step_in_arrays(loop, None)
+    assert current_forward_context() is None
+    gc.collect()
+    assert not any(ref() is not None for ref in told)
+    monkeypatch.undo()
+    step_in_arrays(loop, [(0, 1)])
+
+
+def test_what_ops_leave_in_the_context_is_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+
+    def asked() -> None:
+        extra: Any = get_forward_context().extra
+        extra["layers"] = extra.get("layers", 0) + 1
+        counted.append(extra["layers"])
+
+    loop = asking_loop(monkeypatch, asked)
+    for _ in range(3):
+        step_in_arrays(loop, None)
+    assert counted == [1, 2] * 3
+
+
+def test_a_known_step_may_run_within_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[Batch] = []
+    found: list[Any] = []
+
+    def asked() -> None:
+        if batches:
+            batch = batches.pop()
+            inner = loop.runner.run(batch)[0].clone()
+            metadata = get_forward_context().attn_metadata.metadata
+            found.append((inner, metadata.host.block_table is batch.attention.block_table))
+
+    loop = asking_loop(monkeypatch, asked)
+    for _ in range(2):
+        work = loop.grow(0)
+        batch = in_arrays(loop.batch(work))
+        batches.append(batch)
+        outer = loop.runner.run(batch)[0]
+        loop.done[0] += 1
+        expected = loop.model.dense(loop.tokens[0][: loop.done[0]])
+        inner, is_own = found.pop()
+        assert is_own
+        for logits in (inner, outer):
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert current_forward_context() is None
 
 
 def test_moved_weights_are_read_by_the_next_step() -> None:

@@ -375,6 +375,15 @@ def test_bytes_are_copied_of_the_same_bytes_only(monkeypatch, target, source) ->
     assert shortcuts.copies_of([]) is None
 
 
+def test_memory_of_a_host_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    Driver(monkeypatch)
+    x = torch.ones(4)
+    assert shortcuts.copies_of([(torch.zeros(4), x)]) is not None
+    monkeypatch.setattr(shortcuts, "DRIVEN", "cuda")
+    assert shortcuts.copies_of([(torch.zeros(4), x)]) is None
+    assert copied((x,), [0])[0] is None
+
+
 # --- copies of arguments ----------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from compile_backend.attention.triton_kept import KeptKernel
 from compile_backend.attention.triton_kernels import attend_kernel
 from compile_backend.attention.triton_plan import MIN_DOT_SIZE, next_power_of_2
 from compile_backend.attention.triton_results import quantise_kernel, reduce_kernel
-from compile_backend.torch_internals.cuda import new_tensor
+from compile_backend.torch_internals.cuda import maker_on
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -116,7 +116,7 @@ def _new(
 ) -> torch.Tensor:
     """A tensor on the device of another one; each layer of each step asks for one."""
     if like.is_cuda:
-        made = new_tensor(shape, strides, dtype)
+        made = _MAKE(shape, strides, dtype)
         if made.get_device() == like.get_device():
             return made
     return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
@@ -217,5 +217,6 @@ def _padded(head_size: int) -> int:
     return max(MIN_DOT_SIZE, next_power_of_2(head_size))
 
 
+_MAKE = maker_on(torch.device("cuda"))
 _ATTEND, _REDUCE = KeptKernel(attend_kernel), KeptKernel(reduce_kernel)
 _QUANTISE = KeptKernel(quantise_kernel)
