@@ -45,6 +45,8 @@ class CUDAGraphMode(Enum):
     FULL_DECODE_ONLY = (FULL, NONE)
     FULL_AND_PIECEWISE = (FULL, PIECEWISE)
 
+    __hash__ = object.__hash__  # that of enumerations is Python, and steps are looked up by modes
+
     @classmethod
     def parse(cls, value: str | CUDAGraphMode, *, option: str = "cudagraph_mode") -> CUDAGraphMode:
         """The mode that a name (in any case) or a member means.

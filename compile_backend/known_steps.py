@@ -112,10 +112,7 @@ class KnownPieces:
         """See `KnownStep.run`."""
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return self._run(batch)
-        return self._run(batch)
-
-    def _run(self, batch: Batch) -> Any:
+                return self.run(batch)
         if self.sending is None or not shortcuts.copy(self.sending):
             self.inputs.send(self.layout)
         metadata = None
@@ -127,14 +124,14 @@ class KnownPieces:
             return NOT_RUN
         self.stats.steps += 1
         self.stats.padding += self.key.num_tokens - self.num_tokens
-        return self._without_padding(outputs)
-
-    def _without_padding(self, outputs: Any) -> Any:
-        if not isinstance(outputs, torch.Tensor):
-            return self.cut(outputs, self.num_tokens, self.num_reqs)
-        if not self.last or self.last[0] is not outputs:
-            self.last[:] = outputs, self.cut(outputs, self.num_tokens, self.num_reqs)
-        return self.last[1].data  # as `handed_out`
+        last = self.last
+        if last and last[0] is outputs:
+            return last[1].data  # as `handed_out`
+        cut = self.cut(outputs, self.num_tokens, self.num_reqs)
+        if isinstance(outputs, torch.Tensor):
+            last[:] = outputs, cut
+            return handed_out(cut)
+        return cut
 
 
 class KnownSteps:

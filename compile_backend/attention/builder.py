@@ -185,14 +185,22 @@ class AttentionMetadataBuilder:
             int(host.seq_lens.max(initial=0)),
             _uniform(query_lens),
         )
-        metadata = self._metadata(
-            tensors,
+        # Without calls of its own, since what runs once a step is cold by then.
+        metadata = AttentionMetadata(
+            num_tokens=tensors["slot_mapping"].size(0),  # `len` of a tensor is Python
+            num_reqs=tensors["seq_lens"].size(0),
+            query_start_loc=tensors["query_start_loc"],
+            seq_lens=tensors["seq_lens"],
+            block_table=tensors["block_table"],
+            slot_mapping=tensors["slot_mapping"],
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             uniform_query_len=uniform_query_len,
             host=host,
         )
-        prepared = {backend: backend.prepare(metadata) for backend in self._backends}
+        prepared = {}
+        for backend in self._backends:
+            prepared[backend] = backend.prepare(metadata)
         return StepAttention(self.layers, metadata, prepared)
 
     def build_for_graph(
@@ -211,12 +219,14 @@ class AttentionMetadataBuilder:
             query_lens: `[num_reqs]`, likewise.
         """
         query_len = key.num_tokens // key.num_reqs if key.uniform else 0
-        metadata = self._metadata(
-            tensors,
+        filled: dict[str, Any] = {name: tensors[name] for name in _FILLED}
+        metadata = AttentionMetadata(
+            num_tokens=tensors["slot_mapping"].size(0),
+            num_reqs=tensors["seq_lens"].size(0),
+            **filled,
             max_query_len=query_len or key.num_tokens,
             max_seq_len=self._cache.max_model_len,
             uniform_query_len=query_len,
-            host=None,
         )
         if batch is not None and query_lens is not None:
             host = HostLengths(query_lens, batch.seq_lens, batch.block_table)
@@ -238,28 +248,6 @@ class AttentionMetadataBuilder:
             seq_lens=np.minimum(query_lens, self._cache.max_model_len),
             block_table=table,
             slot_mapping=slots,
-        )
-
-    def _metadata(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        max_query_len: int,
-        max_seq_len: int,
-        uniform_query_len: int,
-        host: HostLengths | None,
-    ) -> AttentionMetadata:
-        return AttentionMetadata(
-            num_tokens=tensors["slot_mapping"].size(0),  # `len` of a tensor is Python
-            num_reqs=tensors["seq_lens"].size(0),
-            query_start_loc=tensors["query_start_loc"],
-            seq_lens=tensors["seq_lens"],
-            block_table=tensors["block_table"],
-            slot_mapping=tensors["slot_mapping"],
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-            uniform_query_len=uniform_query_len,
-            host=host,
         )
 
     def _slots(
