@@ -343,15 +343,20 @@ class InputBuffers:
                 loaded.short = shortcuts.inputs_of(tuple(args), self.copied, targets, written)
 
     def _check_formats(self, args: Sequence[Any]) -> None:
-        """Refuse what was not compiled; Dynamo notices it before, unless it was told not to."""
+        """Refuse what was not compiled, where Dynamo did not notice it before.
+
+        It may have been told not to. Some releases of torch do not look at tensors either whose
+        tables are the same, so that they miss other strides of `weight.data`.
+        """
         for i, traced in self._traced.items():
             if traced.format is not None and not traced.format.holds(args[i]):
                 raise ConfigError(
-                    "guard_filter_fn",
+                    "weight",
                     traced.source,
-                    f"was compiled for {traced.format} and is {Format.of(args[i])} now, which the "
-                    "guards that were left out would have noticed",
-                    "call torch._dynamo.reset() after such a change, or keep the guards",
+                    f"was compiled for {traced.format} and is {Format.of(args[i])} now, which no "
+                    "guard of Dynamo noticed",
+                    "call torch._dynamo.reset() after such a change; keep all guards if a "
+                    "guard_filter_fn leaves some out",
                 )
 
 
