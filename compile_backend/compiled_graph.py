@@ -233,17 +233,18 @@ class CompiledGraph:
 
     def reset(self) -> None:
         """Drop every graph and all static memory."""
-        self._full.reset()
-        for runner in self._programs.runners:
-            runner.reset()
-        self._inputs.reset()
-        self._outputs.reset()
-        self._seen.clear()
-        self._captured_ahead.clear()
-        self._num_shapes.clear()
-        self._moves_in_a_row.clear()
-        self._known.forget()
-        self._forget_plans()
+        with self._one_at_a_time:
+            self._full.reset()
+            for runner in self._programs.runners:
+                runner.reset()
+            self._inputs.reset()
+            self._outputs.reset()
+            self._seen.clear()
+            self._captured_ahead.clear()
+            self._num_shapes.clear()
+            self._moves_in_a_row.clear()
+            self._known.forget()
+            self._forget_plans()
 
     def forget_runner(self, number: int) -> None:
         """Drop the graphs of a runner that is gone, and all that was kept for its keys.

@@ -616,6 +616,30 @@ def test_two_threads_run_one_model(mode):
         torch.testing.assert_close(actual, expected)
 
 
+@GRAPH_MODES
+def test_a_reset_by_another_thread_waits_for_the_step(mode):
+    """It would free memory that the step still reads."""
+    run = compiled(lambda x: torch.ops.toy.hook(x * 2) + x, cudagraph_mode=mode)
+    resetting, waits = threading.Thread(target=reset, args=(run,)), []
+
+    def start(_: torch.Tensor) -> None:
+        toy.hooks.clear()
+        resetting.start()
+        resetting.join(0.2)
+        waits.append(resetting.is_alive())
+
+    with torch.no_grad():
+        for _ in range(3):
+            run(rows(4))
+        toy.hooks.append(start)
+        x = rows(4)
+        torch.testing.assert_close(run(x), x * 3)
+        resetting.join()
+        for _ in range(3):
+            torch.testing.assert_close(run(x), x * 3)
+    assert waits == [True]
+
+
 def test_reset_drops_graphs_and_keeps_what_was_compiled():
     both = Twin(toy_model(), cudagraph_mode="FULL")
     for _ in range(2):

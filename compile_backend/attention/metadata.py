@@ -61,7 +61,7 @@ def _in_int32(numbers: Any) -> npt.NDArray[np.int32]:
     return np.asarray(numbers).astype(np.int32, copy=False)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class AttentionMetadata:
     """A padded batch of requests, flattened to tokens.
 
@@ -96,7 +96,7 @@ class AttentionMetadata:
     host: HostLengths | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StepAttention:
     """What the forward context holds for the attention ops of one step.
 
