@@ -141,11 +141,15 @@ class FullSteps:
         )
         return False
 
-    def warm_up(self, key: BatchDescriptor) -> None:
-        """Run a key's step eagerly on a legal batch, and put its capture on the list."""
+    def warm_up(self, key: BatchDescriptor) -> Any:
+        """Run a key's step eagerly on a legal batch, and put its capture on the list.
+
+        Returns:
+            What the model returns.
+        """
         step = self._step(key)
         with enter_forward_context(step.context, SetBy.RUNNER):
-            self._wrapper(*step.arguments)
+            outputs = self._wrapper(*step.arguments)
         session = current_capture_session()
         assert session is not None, "the keys of a plan are captured together"
         session.add(
@@ -154,6 +158,7 @@ class FullSteps:
             lambda: self._capture(key),
             self._engine.session,
         )
+        return outputs
 
     def run(
         self,

@@ -182,12 +182,15 @@ class RunnerCapture:
         parts = self._parts
         for _ in range(parts.config.cudagraph_num_of_warmups):
             if mode is _FULL:
-                steps.full.warm_up(key)
-                continue
-            num_reqs = min(key.num_tokens, parts.dispatcher.max_num_seqs)
-            batch = parts.loader.capture_batch(key.num_tokens, num_reqs)
-            num_tokens = int(batch.query_lens.sum())
-            parts.model_steps.run(mode, key, batch, batch.query_lens, num_tokens)
+                num_reqs = key.num_reqs
+                outputs = steps.full.warm_up(key)
+            else:
+                num_reqs = min(key.num_tokens, parts.dispatcher.max_num_seqs)
+                batch = parts.loader.capture_batch(key.num_tokens, num_reqs)
+                num_tokens = int(batch.query_lens.sum())
+                outputs = parts.model_steps.run(mode, key, batch, batch.query_lens, num_tokens)
+            # In each size: one that stays the same may be that of some.
+            check_outputs(outputs, parts.output_shape, key.num_tokens, num_reqs)
 
     def _held_by_some(
         self, steps: RunnerSteps, plan: Plan, left_out: Container[Route]

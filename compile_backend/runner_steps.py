@@ -16,7 +16,12 @@ from compile_backend.batch import BatchDescriptor
 from compile_backend.config import CUDAGraphMode
 from compile_backend.known_steps import KnownPieces
 from compile_backend.runner_batch import Batch
-from compile_backend.runner_checks import check_batch, check_is_whole, check_query_lens
+from compile_backend.runner_checks import (
+    check_batch,
+    check_is_whole,
+    check_outputs,
+    check_query_lens,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -65,6 +70,7 @@ class RunnerSteps:
         self._dispatcher = parts.dispatcher
         self._ranks = parts.ranks
         self._cut = parts.cut
+        self._output_shape = parts.output_shape
         self._stats = parts.stats
         self._weights = parts.weights
         self._query_len = parts.dispatcher.uniform_decode_query_len
@@ -164,6 +170,8 @@ class RunnerSteps:
         with torch.inference_mode(False), torch.no_grad():
             pieces = self.piecewise if mode is _PIECEWISE else None
             padded = self._model_steps.run(mode, key, batch, query_lens, num_tokens, pieces)
+            if mode is _NONE and key.num_tokens == num_tokens:  # no capture has looked at it
+                check_outputs(padded, self._output_shape, num_tokens, len(query_lens))
             outputs = self._cut(padded, num_tokens, len(query_lens))
         # At NONE nothing is told apart but the tokens: else every batch would be a row of its own.
         stats = self._stats.at(mode, key.relaxed())

@@ -424,6 +424,8 @@ def test_a_model_in_training_mode_is_told_of(caplog: pytest.LogCaptureFixture) -
         ({"num_blocks": 0}, "num_blocks=0 is too small"),
         ({"num_blocks": "4"}, "num_blocks='4' must be an integer"),
         ({"cache_dtype": "fp8"}, "cache_dtype='fp8' is no floating-point dtype"),
+        ({"backend": 5}, "backend=5 is no attention backend; give a name, a class, or a function"),
+        ({"backend": None}, "backend=None is no attention backend"),
         ({"cache_dtype": torch.int32}, "cache_dtype=torch.int32 is no floating-point dtype"),
     ],
     ids=str,

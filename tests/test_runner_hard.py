@@ -574,6 +574,8 @@ def test_a_model_that_knows_no_empty_batch_runs_one(
     for _ in range(2):
         assert loop.runner.run(nobody).shape == (0, VOCABULARY)
     assert loop.runner.run(nobody, highest_mode=NONE).shape == (0, VOCABULARY)
+    lists = dataclasses.replace(nobody.attention, seq_lens=[], block_table=[])
+    assert loop.runner.run(dataclasses.replace(nobody, attention=lists)).shape == (0, VOCABULARY)
     other = dataclasses.replace(nobody, extra=("other",))
     assert loop.runner.run(other).shape == (0, VOCABULARY)
     assert stats(loop.runner.model).graphs == 1

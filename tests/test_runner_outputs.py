@@ -59,6 +59,23 @@ def test_what_a_caller_does_to_its_outputs_is_gone_in_the_next_step() -> None:
     assert again["kept"].tolist() == [[5.0] * 3] * 2
 
 
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
+def test_a_size_that_stays_is_none_that_changes(mode: str) -> None:
+    """Where it is that of the largest batch, too; cut with the others it would lose its end."""
+
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, torch.arange(4)
+
+    called = model
+    if mode == "PIECEWISE":
+        options = {"cudagraph_mode": mode, "piece_compiler": "eager"}
+        called = torch.compile(model, backend="cudagraph_modes", options=options)
+    with pytest.raises(
+        ConfigError, match=r"output_shape.*but the model returned a tensor of \[4\]"
+    ):
+        runner_of(called, cudagraph_mode=mode).run(batch(3))
+
+
 @pytest.mark.parametrize("output_shape", [(Dim.NUM_TOKENS,), ()])
 def test_a_tensor_changed_in_shape_is_whole_in_the_next_step(
     output_shape: tuple[Any, ...],

@@ -305,6 +305,8 @@ def _no_attention(batch: object) -> ValueError:
 def _rows(name: str, value: Any, num_rows: int, num_dims: int = 1) -> npt.NDArray[Any]:
     """An array with a row for each request or token; one row must not do for all in silence."""
     array = integers_of(name, value)
+    if not num_rows and array.shape == (0,):
+        array = array.reshape((0,) * num_dims)  # an empty list has no columns
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"{name} holds numbers of {array.dtype}; give integers")
     if array.ndim != num_dims or len(array) != num_rows:

@@ -127,6 +127,10 @@ def paged_model(
     from transformers import AttentionInterface
 
     _check_arguments(model, cache_dtype)
+    given: object = backend
+    if not isinstance(given, str) and not callable(given):
+        fix = "give a name, a class, or a function of a layer's name and spec"
+        raise ConfigError("backend", given, "is no attention backend", fix)
     num_blocks = at_least(1)("num_blocks", num_blocks)
     block_size = at_least(1)("block_size", block_size)
     if max_model_len is not None:
