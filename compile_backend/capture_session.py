@@ -81,9 +81,13 @@ def capture() -> Iterator[None]:
     Each call inside runs once, eagerly, returns its result, and is the warm-up of its key. Nothing
     is run again for the capture itself, so state changes once a call, as always::
 
+        compiled = torch.compile(model, backend="cudagraph_modes", dynamic=True)
         with capture():
             for size in (8, 4, 2, 1):
                 compiled(inputs_of(size))
+
+    With `dynamic=True`, one compiled graph serves all sizes. Without, torch compiles the first
+    size by itself, then all others, and what was captured of the first is of no use any more.
 
     With the option `cudagraph_capture="ahead"` this is the only place where graphs are captured.
     If the body raises, nothing is captured.
