@@ -433,6 +433,26 @@ def test_code_that_would_not_hold_for_all_of_its_range_is_not_taken(caplog):
     assert (stats(run).graphs, stats(run).compiles) == (1, 2)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_piece_that_is_told_the_number_of_tokens_has_code_for_some(caplog, size):
+    """Its views ask for that number, which is an integer among the inputs of the second piece."""
+
+    def viewing(x: torch.Tensor, w: torch.Tensor = W) -> torch.Tensor:
+        num_tokens = x.shape[0]
+        heads = torch.ops.toy.attn_new((x @ w).view(num_tokens, 2, WIDTH // 2))
+        return heads.reshape(num_tokens, -1) @ w
+
+    run = specialised(
+        viewing, compile_sizes=[size], compile_sizes_config=MARKED, cudagraph_mode="NONE"
+    )
+    with caplog.at_level(logging.WARNING), torch.no_grad():
+        for n, w in ((6, W), (size, W.t()), (6, W)):
+            x = tokens(n)
+            torch.testing.assert_close(run(x), viewing(x, w))
+    assert "runs as compiled for all sizes" not in caplog.text
+    assert (stats(run).graphs, stats(run).compiles) == (1, 4)
+
+
 # --- what cannot be ---------------------------------------------------------------------------
 
 

@@ -128,9 +128,23 @@ class NarrowedInputs:
     _num_known: int
 
     def assumed(self) -> list[str]:
-        """What was assumed of the sizes since, and does not follow from what was known."""
-        guards = self.fake_mode.shape_env.guards[self._num_known :]
-        return [str(guard.expr) for guard in guards]
+        """What was assumed of the sizes since, and does not follow from what was known.
+
+        Compilers make symbols of integers among the inputs, and then assume that they are what
+        they are here: they are so in every call.
+        """
+        from torch._dynamo.source import ConstantSource
+
+        environment = self.fake_mode.shape_env
+        integers = {int(value) for value in self.values if isinstance(value, int)}
+        constant = {
+            symbol: value
+            for symbol, value in environment.backed_var_to_val.items()
+            if int(value) in integers
+            and isinstance(environment.var_to_sources[symbol][0], ConstantSource)
+        }
+        guards = [guard.expr for guard in environment.guards[self._num_known :]]
+        return [str(guard) for guard in guards if guard.xreplace(constant) != sympy.true]
 
 
 def narrowed_inputs(
