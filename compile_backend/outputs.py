@@ -33,35 +33,50 @@ class _View:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class _ShortClone:
+    """How the driver clones one tensor.
+
+    Attributes:
+        source: the tensor; somebody else keeps it alive.
+        make: makes a tensor where the source is.
+        layout: of the clones, for `make`.
+        copies: from the source to any target; None where torch has to copy.
+    """
+
+    source: weakref.ref[torch.Tensor]
+    make: Maker
+    layout: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+    copies: object | None
+
+
 class _Clone:
     """Clones an output; by the driver where it is the very tensor of the first time."""
 
-    __slots__ = ("_copies", "_layout", "_make", "_source")
+    __slots__ = ("_short",)
 
     def __init__(self) -> None:
-        self._source: weakref.ref[torch.Tensor] | None = None
-        self._layout: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = None
-        self._make: Maker | None = None
-        self._copies: object | None = None
+        self._short: _ShortClone | None = None
 
     def __call__(self, output: torch.Tensor) -> torch.Tensor:
         """A clone of the output."""
-        if self._copies is None or self._source is None or self._source() is not output:
-            return self._by_torch(output)
-        assert self._layout is not None
-        assert self._make is not None
-        clone = self._make(*self._layout)
-        if shortcuts.copy_to(self._copies, clone.data_ptr()):
-            return clone
-        return output.clone()  # the device is not the current one
+        short = self._short
+        if short is None:
+            return self._first(output)
+        if short.copies is not None and short.source() is output:
+            clone = short.make(*short.layout)
+            if shortcuts.copy_to(short.copies, clone.data_ptr()):
+                return clone
+        return output.clone()  # another tensor, or the device is not the current one
 
-    def _by_torch(self, output: torch.Tensor) -> torch.Tensor:
+    def _first(self, output: torch.Tensor) -> torch.Tensor:
         clone = output.clone()
-        if self._source is None:
-            self._source = weakref.ref(output)
-            self._layout = tuple(clone.size()), clone.stride(), clone.dtype
-            self._make = maker_on(clone.device)  # a graph on CUDA may return what is on the host
-            self._copies = shortcuts.copies_of([(clone, output)])
+        self._short = _ShortClone(
+            weakref.ref(output),
+            maker_on(clone.device),  # a graph on CUDA may return what is on the host
+            (tuple(clone.size()), clone.stride(), clone.dtype),
+            shortcuts.copies_of([(clone, output)]),
+        )
         return clone
 
 

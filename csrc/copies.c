@@ -55,10 +55,8 @@ static PyObject *copies_of(PyObject *self, PyObject *const *args, Py_ssize_t num
     for (Py_ssize_t i = 0; i < num_numbers && !PyErr_Occurred(); i++) {
         made->numbers[i] = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(args[0], i));
     }
-    made->way.device = (int32_t)PyLong_AsLong(args[1]);
+    made->way = way_to(args[1], args[3], args[4]);
     made->event = PyLong_AsVoidPtr(args[2]);
-    made->way.current_device = (CurrentDevice)PyLong_AsVoidPtr(args[3]);
-    made->way.current_stream = (CurrentStream)PyLong_AsVoidPtr(args[4]);
     made->copy = (CopyAsync)PyLong_AsVoidPtr(args[5]);
     made->record = (RecordEvent)PyLong_AsVoidPtr(args[6]);
     if (PyErr_Occurred()) {

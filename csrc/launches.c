@@ -37,9 +37,7 @@ static PyObject *launch_of(PyObject *self, PyObject *const *args, Py_ssize_t num
         return PyErr_NoMemory();
     }
     made->exec = PyLong_AsVoidPtr(args[0]);
-    made->way.device = (int32_t)PyLong_AsLong(args[1]);
-    made->way.current_device = (CurrentDevice)PyLong_AsVoidPtr(args[2]);
-    made->way.current_stream = (CurrentStream)PyLong_AsVoidPtr(args[3]);
+    made->way = way_to(args[1], args[2], args[3]);
     made->launch_graph = (LaunchGraph)PyLong_AsVoidPtr(args[4]);
     made->is_capturing = (IsCapturing)PyLong_AsVoidPtr(args[5]);
     if (PyErr_Occurred()) {
@@ -146,9 +144,9 @@ static PyObject *kernel_of(PyObject *self, PyObject *args)
         return PyErr_NoMemory();
     }
     Py_buffer params = {0};
-    PyObject *functions[3], *function;
-    if (!PyArg_ParseTuple(args, "(OOO)iO(IIIII)y*nO!O!O", &functions[0], &functions[1],
-                          &functions[2], &made->way.device, &function, &made->grid[0], &made->grid[1],
+    PyObject *functions[3], *device, *function;
+    if (!PyArg_ParseTuple(args, "(OOO)OO(IIIII)y*nO!O!O", &functions[0], &functions[1],
+                          &functions[2], &device, &function, &made->grid[0], &made->grid[1],
                           &made->grid[2], &made->num_threads, &made->shared, &params,
                           &made->num_fresh, &PyTuple_Type, &made->tensors, &PyTuple_Type,
                           &made->addresses, &made->facts)) {
@@ -158,8 +156,7 @@ static PyObject *kernel_of(PyObject *self, PyObject *args)
     Py_INCREF(made->tensors);
     Py_INCREF(made->addresses);
     Py_INCREF(made->facts);
-    made->way.current_device = (CurrentDevice)PyLong_AsVoidPtr(functions[0]);
-    made->way.current_stream = (CurrentStream)PyLong_AsVoidPtr(functions[1]);
+    made->way = way_to(device, functions[0], functions[1]);
     made->launch_kernel = (LaunchKernel)PyLong_AsVoidPtr(functions[2]);
     made->function = PyLong_AsVoidPtr(function);
     made->num_params = params.len / 8;

@@ -64,6 +64,14 @@ typedef struct {
     CurrentStream current_stream;
 } Way;
 
+/* The way to a device, of a number and the addresses of two functions; PyErr_Occurred if not. */
+static inline Way way_to(PyObject *device, PyObject *current_device, PyObject *current_stream)
+{
+    return (Way){(int32_t)PyLong_AsLong(device),
+                 (CurrentDevice)PyLong_AsVoidPtr(current_device),
+                 (CurrentStream)PyLong_AsVoidPtr(current_stream)};
+}
+
 /* The current stream; false unless the device is current. */
 static inline int find_stream(const Way *way, void **stream)
 {
