@@ -21,6 +21,7 @@ from compile_backend.graph_engine import CudaEngine
 from compile_backend.once import WarnOnce
 from compile_backend.plan import GraphPlan, plan_graph
 from compile_backend.reference_engine import ReferenceEngine
+from compile_backend.runner_graphs import RunnerGraphs
 from compile_backend.stats import Report, added_rows
 from compile_backend.stored_trace import StoredTraces, watch_traces
 from compile_backend.support import lowest
@@ -30,6 +31,7 @@ from compile_backend.torch_internals.dynamo import (
     calling_compile,
     compile_behind,
     ends_at_a_graph_break,
+    is_part_of_a_function,
     leaves_something_behind,
     reaching_the_user,
 )
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
     from compile_backend.compiled_graph import CompiledGraph
     from compile_backend.graph_engine import GraphEngine
+    from compile_backend.runner_graphs import OfRunner
     from compile_backend.stats import GraphStats
     from compile_backend.support import AttentionCGSupport
 
@@ -56,6 +59,7 @@ class _Compiled:
 
     graphs: list[BuiltGraph] = field(default_factory=list)
     runners: list[weakref.ref[object]] = field(default_factory=list)
+    of_runners: RunnerGraphs = field(default_factory=RunnerGraphs)
     warn_once: WarnOnce = field(default_factory=WarnOnce)
 
 
@@ -65,29 +69,40 @@ class CompiledFacts:
 
     graphs: list[BuiltGraph]
     runners: list[weakref.ref[object]]
+    of_runners: RunnerGraphs
     warn_once: WarnOnce
 
-    def number_of(self, runner: object) -> int:
-        """The number of a runner among those of this callable.
+    def number_of(self, runner: object, brings: OfRunner) -> int:
+        """The number of a runner among those of this callable, from 1 on.
 
         Each has inputs, and so graphs of pieces, of its own. Those of a runner that is gone are
         dropped once another one takes its number.
+
+        Args:
+            runner: that captures.
+            brings: to its graphs; heeded when it gets its number, since those graphs stay.
         """
         held = [reference() for reference in self.runners]
         if not any(runner is one for one in held) and None not in held and held:
             del held
             gc.collect()  # a runner is part of cycles
             held = [reference() for reference in self.runners]
-        for number, one in enumerate(held):
+        for number, one in enumerate(held, 1):
             if one is runner:
                 return number
             if one is None:
-                self.runners[number] = weakref.ref(runner)
-                for built in self.graphs if number else ():
+                self.runners[number - 1] = self._register(runner, number, brings)
+                for built in self.graphs:
                     built.graph.forget_runner(number)
                 return number
-        self.runners.append(weakref.ref(runner))
-        return len(self.runners) - 1
+        number = len(self.runners) + 1
+        self.runners.append(self._register(runner, number, brings))
+        return number
+
+    def _register(self, runner: object, number: int, brings: OfRunner) -> weakref.ref[object]:
+        held = self.of_runners.runners
+        held[number] = brings
+        return weakref.ref(runner, lambda _: held.pop(number, None))
 
     def num_eager_sections(self) -> int:
         """Sections between pieces, over all graphs."""
@@ -179,7 +194,9 @@ class CudagraphModesBackend:
         owner = calling_compile()
         compiled = self._compiled_by(owner)
         is_whole = is_stored(graph_module) or not (
-            ends_at_a_graph_break(graph_module) or leaves_something_behind()
+            ends_at_a_graph_break(graph_module)
+            or is_part_of_a_function()
+            or leaves_something_behind()
         )
         traces = self._traces_of(owner)
         if traces is not None:
@@ -191,6 +208,7 @@ class CudagraphModesBackend:
             plan,
             config,
             self._engine(plan.device, config),
+            compiled.of_runners,
             compiled.warn_once,
             is_whole=is_whole,
         )
@@ -234,7 +252,7 @@ class CudagraphModesBackend:
 
     def stats(self, compiled: object) -> Report:
         """See `compile_backend.stats`."""
-        graphs = self._graphs_of(compiled)
+        graphs = self._known(compiled).graphs
         plans = [built.plan for built in graphs]
         return Report(
             graphs=len(graphs),
@@ -258,8 +276,10 @@ class CudagraphModesBackend:
 
     def drop_graphs(self, compiled: object) -> None:
         """See `compile_backend.reset`."""
-        for built in self._graphs_of(compiled):
+        compiled_by = self._known(compiled)
+        for built in compiled_by.graphs:
             built.graph.reset()
+        compiled_by.of_runners.graphs_are_gone()
 
     def facts(self, compiled: object) -> CompiledFacts | None:
         """What is known of a compiled module or function; None if it is not compiled by this."""
@@ -267,7 +287,12 @@ class CudagraphModesBackend:
         if owner is None or backend_of(owner) is not self:
             return None
         compiled_by = self._compiled_by(owner)
-        return CompiledFacts(compiled_by.graphs, compiled_by.runners, compiled_by.warn_once)
+        return CompiledFacts(
+            compiled_by.graphs,
+            compiled_by.runners,
+            compiled_by.of_runners,
+            compiled_by.warn_once,
+        )
 
     def store_traces(self, compiled: object) -> None:
         """From now on, what is traced for a callable may come from another process.
@@ -322,13 +347,13 @@ class CudagraphModesBackend:
             self._compiled[id(owner)] = known
         return known[1]
 
-    def _graphs_of(self, compiled: object) -> list[BuiltGraph]:
+    def _known(self, compiled: object) -> _Compiled:
         owner = compile_behind(compiled)
         known = self._compiled.get(id(owner))
         if known is not None and known[0]() is owner:
-            return known[1].graphs
+            return known[1]
         if owner is not None and isinstance(backend_of(owner), CudagraphModesBackend):
-            return []
+            return _Compiled()
         other = backend_name(compiled)
         by = "torch.compile" if other is None else f"this backend, but by {other!r}"
         fix = 'pass what torch.compile(..., backend="cudagraph_modes") returned'

@@ -144,16 +144,16 @@ RUNNER = "runner"
 
 
 def of_runner(number: int) -> tuple[tuple[str, int], ...]:
-    """What keys of pieces have in `extra` that belong to one of several runners of a model.
+    """What keys of pieces have in `extra` that belong to one of the runners of a model.
 
     Args:
-        number: of the runner; the keys of the first are those of everybody else.
+        number: of the runner, from 1 on; 0 for nobody's.
     """
     return ((RUNNER, number),) if number else ()
 
 
 def runner_of(key: BatchDescriptor) -> int:
-    """The number of the runner that a key of pieces belongs to."""
+    """The number of the runner that a key of pieces belongs to; 0 if it is no runner's."""
     return next((item[1] for item in key.extra if _is_mark(item)), 0)
 
 

@@ -21,35 +21,33 @@ class SharedBuffer:
     """Memory in which tensors of several sizes take turns.
 
     Tensors made for different keys overlap, since only one key runs at a time. When a larger one
-    is asked for, new memory is taken; tensors made before keep the old.
-
-    Args:
-        device: where the memory is.
+    is asked for, new memory is taken; tensors made before keep the old. Each device has memory of
+    its own: a value on the host among those of a GPU stays there.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._memory: torch.Tensor | None = None
+    def __init__(self) -> None:
+        self._memory: dict[torch.device, torch.Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
         """Size of the memory that new tensors are made in."""
-        return 0 if self._memory is None else self._memory.numel()
+        return sum(memory.numel() for memory in self._memory.values())
 
     def like(self, tensor: torch.Tensor, growth: int = 1) -> torch.Tensor:
         """A tensor with the layout of `tensor` at the start of the memory.
 
         Args:
-            tensor: gives size, stride and dtype.
+            tensor: gives size, stride, dtype and device.
             growth: how many times larger a tensor may be asked for later.
         """
-        needed = memory_of(tensor).numel() * tensor.element_size()
-        if self._memory is None or self.num_bytes < needed:
-            # Inference tensors could not be written outside of inference mode.
-            with torch.inference_mode(False):
-                self._memory = torch.zeros(needed * growth, dtype=torch.uint8, device=self._device)
+        needed, device = memory_of(tensor).numel() * tensor.element_size(), tensor.device
+        memory = self._memory.get(device)
+        # Inference tensors could not be written outside of inference mode.
         with torch.inference_mode(False):
-            start = self._memory[:needed].view(tensor.dtype)
+            if memory is None or memory.numel() < needed:
+                memory = torch.zeros(needed * growth, dtype=torch.uint8, device=device)
+                self._memory[device] = memory
+            start = memory[:needed].view(tensor.dtype)
             return start.as_strided(tensor.size(), tensor.stride())
 
 

@@ -6,13 +6,14 @@ Everything a compiled graph needs is made here and handed to it; nothing is deci
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.fx
 
-from compile_backend.attention.ops import WITHOUT_DISPATCHER
+from compile_backend.attention.ops import WITHOUT_DISPATCHER, attention
 from compile_backend.boundary import Pins, SharedBuffer
 from compile_backend.cache import ArtefactCache, cache_directory, cache_size_bytes
 from compile_backend.compiled_graph import CallRules, CompiledGraph, Programs
@@ -31,6 +32,7 @@ from compile_backend.replay_plan import make_plan
 from compile_backend.split import unwritten_outputs
 from compile_backend.stats import GraphStats
 from compile_backend.stitch import buffer_slots, stitch
+from compile_backend.store_ahead import StoreAhead
 from compile_backend.torch_internals.graphs import storage_id
 from compile_backend.torch_internals.partition import PartitionError, Partitions
 from compile_backend.torch_internals.sizes import shape_env_of
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from compile_backend.once import WarnOnce
     from compile_backend.piece_compiler import CompileCounts, CompiledPiece
     from compile_backend.plan import GraphPlan, PartitionPlan
+    from compile_backend.runner_graphs import RunnerGraphs
     from compile_backend.split import Section, SplitGraph
 
 logger = logging.getLogger(__name__)
@@ -58,8 +61,8 @@ class BuiltGraph:
         plan: how it was to run.
         graph: what Dynamo calls.
         counts: which pieces were compiled, and which read from disk.
-        is_whole: whether the graph is all that the function does: it ends at no graph break, and
-            no Python around it leaves anything behind.
+        is_whole: whether the graph is all that the function does: it neither begins nor ends at a
+            graph break, and no Python around it leaves anything behind.
         num_partitions: partitions that Inductor made of it; 0 where it was cut before.
     """
 
@@ -79,6 +82,7 @@ def build_graph(
     plan: GraphPlan,
     config: CompilationConfig,
     engine: GraphEngine,
+    of_runners: RunnerGraphs,
     warn_once: WarnOnce,
     *,
     is_whole: bool,
@@ -89,6 +93,7 @@ def build_graph(
         plan: how the graph will run.
         config: what the user asked for.
         engine: captures and replays on the plan's device.
+        of_runners: what runners bring to the graphs of pieces, now or later.
         warn_once: shared by all graphs of one `torch.compile` call.
         is_whole: see `BuiltGraph`.
 
@@ -97,12 +102,12 @@ def build_graph(
     """
     stats = GraphStats()
     growth = _growth(plan)
-    wrappers = _Wrappers(config, engine, stats)
+    wrappers = _Wrappers(config, engine, stats, of_runners)
     compiled = _compiled_whole(plan, config, warn_once) or _compiled_pieces(
         plan, config, warn_once
     )
     if compiled.partitions is None:
-        programs = _programs(plan, compiled.pieces, wrappers, growth)
+        programs = _programs(plan, compiled.pieces, wrappers, growth, is_whole=is_whole)
     else:
         programs = partitioned_programs(
             _plain(compiled.split, compiled.pieces),
@@ -120,7 +125,6 @@ def build_graph(
         _call_rules(plan, config),
         InputBuffers(
             plan.inputs,
-            plan.device,
             copy_inputs=config.cudagraph_copy_inputs,
             mutated=_mutated_graph_inputs(compiled),
         ),
@@ -242,6 +246,7 @@ class _Wrappers:
     config: CompilationConfig
     engine: GraphEngine
     stats: GraphStats
+    of_runners: RunnerGraphs
 
     def make(
         self,
@@ -251,6 +256,7 @@ class _Wrappers:
         *,
         is_last: bool,
         unwritten: frozenset[int] = frozenset(),
+        is_for_runners: bool = False,
     ) -> CUDAGraphWrapper:
         """A wrapper.
 
@@ -260,8 +266,10 @@ class _Wrappers:
             name: for messages.
             is_last: whether the caller of the graph reads its outputs.
             unwritten: positions of outputs that it only allocates.
+            is_for_runners: whether runners have its graphs in memory of their own.
         """
         config = self.config
+        others = {"engine_of": self.of_runners.engine_of} if is_for_runners else {}
         return CUDAGraphWrapper(
             runnable,
             mode,
@@ -274,6 +282,7 @@ class _Wrappers:
             check_addresses=config.debug == "addresses",
             verify=config.debug == "verify",
             unwritten_outputs=unwritten,
+            **others,
         )
 
     def of_partition(
@@ -290,14 +299,20 @@ def _programs(
     pieces: Mapping[str, CompiledPiece],
     wrappers: _Wrappers,
     growth: Callable[[BatchDescriptor], int],
+    *,
+    is_whole: bool,
 ) -> Programs:
-    split = plan.split
+    split, of_runners = plan.split, wrappers.of_runners
     plain_calls = _plain_calls(split, pieces)
     plain = _plain(split, pieces)
     if not split.eager_sections:
         return Programs(plain, None, None, (), lambda _key: None)
     slots = buffer_slots(split)
-    buffers = [SharedBuffer(plan.device) for _ in range(1 + max(slots.values(), default=0))]
+    buffers = [SharedBuffer() for _ in range(1 + max(slots.values(), default=0))]
+    # Python around the graph may have written to the inputs since they came.
+    first = split.sections[0].name if is_whole else ""
+    last = split.sections[-1].name if wrappers.config.cudagraph_clone_outputs else ""
+    ahead = _stores_ahead(split, of_runners)
     later: list[CUDAGraphWrapper] = []
     runners: dict[str, PieceRunner | UncapturedRunner] = {}
     for section in reversed(split.sections):
@@ -309,26 +324,45 @@ def _programs(
             ],
             _may_view(plan, section),
         )
-        uncaptured = UncapturedRunner(call, pins, growth, tuple(later), _direct_call(section))
+        direct = _direct_call(section, ahead.get(section.name))
+        uncaptured = UncapturedRunner(call, pins, growth, tuple(later), direct)
         if not section.is_piece or section.name in plan.uncapturable:
             runners[section.name] = uncaptured
             continue
         is_last = any(name in split.outputs for name in section.outputs)
+        if section.name in ahead:
+            call = ahead[section.name].after(call)
         wrapper = wrappers.make(
-            call,
+            of_runners.opened(call) if section.name == first else call,
             CUDAGraphMode.PIECEWISE,
             section.name,
             is_last=is_last,
             unwritten=unwritten_outputs(section),
+            is_for_runners=section.name == last,
         )
         later.append(wrapper)
         runners[section.name] = PieceRunner(wrapper, uncaptured)
-    return Programs(
+    programs = Programs(
         plain,
         stitch(split, runners),
         stitch(split, {name: runner.without_running for name, runner in runners.items()}),
         tuple(runners.values()),
         functools.partial(make_plan, split, runners),
+    )
+    if isinstance(runners.get(first), PieceRunner):
+        programs = replace(programs, sends=of_runners.sends)
+    if isinstance(runners.get(last), PieceRunner):
+        programs = replace(programs, own_outputs=_fresh_outputs(plan))
+    return programs
+
+
+def _fresh_outputs(plan: GraphPlan) -> frozenset[int]:
+    """Positions of the outputs that the last section makes, in memory of its own."""
+    split, section = plan.split, plan.split.sections[-1]
+    is_view = _may_view(plan, section)
+    fresh = {name for name, view in zip(section.outputs, is_view, strict=True) if not view}
+    return frozenset(
+        i for i, output in enumerate(split.outputs) if isinstance(output, str) and output in fresh
     )
 
 
@@ -348,26 +382,56 @@ def _plain(
     return stitch(split, _plain_calls(split, pieces), takes_list=frozenset(pieces))
 
 
-def _direct_call(section: Section) -> Callable[..., Any] | None:
-    """A section that is one op of this package, called past torch's dispatcher; else None."""
+def _stores_ahead(split: SplitGraph, of_runners: RunnerGraphs) -> dict[str, StoreAhead]:
+    """By the names of both: pieces that may store for the attention right behind them."""
+    ahead: dict[str, StoreAhead] = {}
+    for piece, section in itertools.pairwise(split.sections):
+        op, constants = _only_call(section) or (None, ())
+        if op is not attention or not piece.is_piece:
+            continue
+        _, key, value, _ = section.inputs
+        if key in piece.outputs and value in piece.outputs:
+            positions = piece.outputs.index(key), piece.outputs.index(value)
+            stores = StoreAhead(constants[0], positions, of_runners)
+            ahead |= {piece.name: stores, section.name: stores}
+    return ahead
+
+
+def _direct_call(
+    section: Section, ahead: StoreAhead | None
+) -> Callable[[BatchDescriptor], Callable[..., Any]] | None:
+    """By key, a section that is one op of this package, past torch's dispatcher; else None."""
+    found = _only_call(section)
+    if found is None:
+        return None
+    op, constants = found
+
+    def at(key: BatchDescriptor) -> Callable[..., Any]:
+        call = (ahead and ahead.attend_only(key)) or WITHOUT_DISPATCHER[op]
+
+        def run(*args: Any) -> tuple[()]:
+            call(*args, *constants)
+            return ()
+
+        return run
+
+    return at
+
+
+def _only_call(section: Section) -> tuple[Any, tuple[Any, ...]] | None:
+    """The op of this package that is all of a section, and what it takes behind the inputs."""
     nodes = section.module.graph.nodes
     given = tuple(node for node in nodes if node.op == "placeholder")
     calls = [node for node in nodes if node.op not in ("placeholder", "output")]
     if len(calls) != 1 or section.outputs or calls[0].kwargs:
         return None
-    call = WITHOUT_DISPATCHER.get(calls[0].target)
-    arguments = calls[0].args
+    op, arguments = calls[0].target, calls[0].args
     constants = arguments[len(given) :]
-    if call is None or arguments[: len(given)] != given:
+    if op not in WITHOUT_DISPATCHER or arguments[: len(given)] != given:
         return None
     if any(isinstance(item, torch.fx.Node) for item in constants):
         return None
-
-    def run(*args: Any) -> tuple[()]:
-        call(*args, *constants)
-        return ()
-
-    return run
+    return op, constants
 
 
 def _called_with_arguments(call: Callable[..., Any], section: Section) -> Callable[..., Any]:

@@ -75,6 +75,10 @@ class SectionRunner(Protocol):
         """Drop every graph and all static memory."""
 
 
+def _never(_: BatchDescriptor) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Programs:
     """The graph, three ways.
@@ -85,6 +89,8 @@ class Programs:
         capture_pieces: captures every piece and runs nothing; None where nothing is split.
         runners: of what holds graphs or static memory in `piecewise`.
         plan: a key's replay plan, if it can have one now.
+        sends: whether the first graph of a key brings the inputs of the key's runner.
+        own_outputs: positions of the outputs that keys of runners have in memory of the runner.
     """
 
     plain: Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -92,6 +98,8 @@ class Programs:
     capture_pieces: Callable[[Sequence[Any]], tuple[Any, ...]] | None
     runners: tuple[SectionRunner, ...]
     plan: Callable[[BatchDescriptor], ReplayPlan | None]
+    sends: Callable[[BatchDescriptor], bool] = _never
+    own_outputs: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +254,15 @@ class CompiledGraph:
             self._known.forget()
             self._forget_plans()
 
+    def sends_inputs(self, key: BatchDescriptor) -> bool:
+        """Whether steps of a key at PIECEWISE bring the inputs of the key's runner themselves."""
+        return self._programs.sends(key)
+
     def forget_runner(self, number: int) -> None:
         """Drop the graphs of a runner that is gone, and all that was kept for its keys.
 
         Args:
-            number: of the runner, not the first.
+            number: of the runner.
         """
         with self._one_at_a_time:
             for mode, key in [seen for seen in self._seen if runner_of(seen[1]) == number]:
@@ -442,8 +454,14 @@ class CompiledGraph:
             repeated.stats.steps += 1
             row = (_PIECEWISE, key)
             if repeated.loan is None:
-                growth = self._growth(key)
-                repeated.loan = self._outputs.lend(row, outputs, args, runner_of(key), growth)
+                repeated.loan = self._outputs.lend(
+                    row,
+                    outputs,
+                    args,
+                    runner_of(key),
+                    self._growth(key),
+                    as_they_are=self._programs.own_outputs,
+                )
             returned = repeated.loan.filled(outputs)
             if returned is None:
                 returned = self._outputs.give(row, outputs, args, args)

@@ -165,7 +165,6 @@ class InputBuffers:
 
     Args:
         inputs: what each input is.
-        device: where the buffers are.
         copy_inputs: whether callers' tensors are copied; without, callers promise that they stay.
         mutated: positions of the inputs that the graph writes to.
     """
@@ -173,7 +172,6 @@ class InputBuffers:
     def __init__(
         self,
         inputs: Sequence[GraphInput],
-        device: torch.device,
         *,
         copy_inputs: bool,
         mutated: frozenset[int],
@@ -186,7 +184,7 @@ class InputBuffers:
         self._fixed = fixed if copy_inputs else sorted((*fixed, *moving))
         self._written = tuple(i for i in self._fixed if i in mutated)
         self.written_back = tuple(i for i in self.copied if i in mutated)
-        self._buffers = {i: SharedBuffer(device) for i in self.copied}
+        self._buffers = {i: SharedBuffer() for i in self.copied}
         self._loaded: dict[Hashable, _Loaded] = {}
         self._traced = {i: inputs[i] for i in fixed}
 

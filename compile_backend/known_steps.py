@@ -113,7 +113,9 @@ class KnownPieces:
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.run(batch)
-        if self.sending is None or not shortcuts.copy(self.sending):
+        if not self.pieces.sends_inputs and (
+            self.sending is None or not shortcuts.copy(self.sending)
+        ):
             self.inputs.send(self.layout)
         metadata = None
         if self.builder is not None:

@@ -69,7 +69,9 @@ class ModelSteps:
         is_padded = has_graphs or key.num_tokens != num_tokens
         sizes = self.padded(key) if is_padded else (key.num_tokens, len(query_lens))
         layout = self._loader.inputs.layout(*sizes, keep=has_graphs)
-        self._loader.load(layout, batch, query_lens, num_tokens)
+        self._loader.write(layout, batch, query_lens, num_tokens)
+        if pieces is None or not pieces.sends_inputs(key):
+            self._loader.inputs.send(layout)
         metadata = None
         if self._loader.builder is not None:
             metadata = self._loader.builder.build(batch.attention, query_lens, layout.tensors)
@@ -77,6 +79,7 @@ class ModelSteps:
             outputs = pieces.repeat(key, metadata)
             if outputs is not None:
                 return outputs
+            self._loader.inputs.send(layout)  # no graph may have done so
         arguments = self._loader.arguments(layout)
         call = functools.partial(self.call, *arguments)
         own = key._replace(extra=(*key.extra, *of_runner(self.number))) if has_graphs else key
@@ -86,6 +89,10 @@ class ModelSteps:
     def padded(self, key: BatchDescriptor) -> tuple[int, int]:
         """Tokens and requests of what pieces run on."""
         return key.num_tokens, min(key.num_tokens, self._max_num_seqs)
+
+    def send(self, key: BatchDescriptor) -> None:
+        """Bring the inputs of a key of pieces, written before, to the device; graphs hold that."""
+        self._loader.inputs.send(self._loader.inputs.layout(*self.padded(key)))
 
     def call(self, *arguments: torch.Tensor) -> Any:
         """Call the model with its inputs, in the order of their specs."""

@@ -20,7 +20,7 @@ from compile_backend.layout import memory_of, owners_of_memory
 from compile_backend.torch_internals.cuda import copy_all, maker_on
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Container, Hashable, Sequence
 
     from compile_backend.torch_internals.cuda import Maker
 
@@ -209,6 +209,8 @@ class OutputReturns:
         args: Sequence[Any],
         borrower: Hashable,
         growth: int,
+        *,
+        as_they_are: Container[int] = (),
     ) -> Loan:
         """Memory for the outputs of steps whose caller is done with them by its next one.
 
@@ -218,6 +220,7 @@ class OutputReturns:
             args: what the caller passed, and what the graph ran on.
             borrower: whose keys share memory.
             growth: how many times larger outputs may be at other keys.
+            as_they_are: positions of outputs that lie in memory of the borrower.
         """
         giving = self._giving(key, outputs, args)
         memory = self._memory.setdefault(borrower, {})
@@ -225,7 +228,7 @@ class OutputReturns:
         targets, sources = [], []
 
         def target_of(index: int, source: torch.Tensor) -> torch.Tensor:
-            shared = memory.setdefault(index, SharedBuffer(source.device))
+            shared = memory.setdefault(index, SharedBuffer())
             target = shared.like(source, growth)
             # Elements in one place cannot be written one by one, their memory can.
             share = 0 in source.stride()
@@ -234,9 +237,11 @@ class OutputReturns:
             return target
 
         for index, how in enumerate(giving.hows):
-            if isinstance(how, _Clone):
+            if isinstance(how, _Clone) and index not in as_they_are:
                 returned[index] = target_of(index, outputs[index])
         for together in giving.together:
+            if all(index in as_they_are for index in together.members):
+                continue
             copy = target_of(together.members[0], together.whole(outputs))
             together.view(copy, outputs, returned)
         copies = shortcuts.copies_of(list(zip(targets, sources, strict=True)))

@@ -66,7 +66,7 @@ class StepMemory:
     def slot(self, number: int) -> SharedBuffer:
         """Memory that partitions take turns with: for arguments that nobody reads after one."""
         while len(self._slots) <= number:
-            self._slots.append(SharedBuffer(self.device))
+            self._slots.append(SharedBuffer())
         return self._slots[number]
 
     def forget_slots(self) -> None:

@@ -257,7 +257,7 @@ class PartitionRunner:
         return targets
 
     def _own_memory(self, key: BatchDescriptor, position: int, leaf: torch.Tensor) -> torch.Tensor:
-        buffer = self._own.setdefault(position, SharedBuffer(self._memory.device))
+        buffer = self._own.setdefault(position, SharedBuffer())
         return buffer.like(leaf, self._memory.growth(key))
 
     def _capture(self, key: BatchDescriptor, held: _Key, leaves: list[Any]) -> Sequence[Any]:

@@ -28,7 +28,8 @@ class UncapturedRunner:
         pins: for its results.
         growth: how many times larger results may be at other keys, by key.
         later: the wrappers of all pieces that run after it.
-        direct: does the same as `call` with less on the host; for replay plans.
+        direct: by key, what does the same as `call` with less on the host; for replay plans, in
+            which all pieces before are replayed.
     """
 
     def __init__(
@@ -37,10 +38,10 @@ class UncapturedRunner:
         pins: Pins,
         growth: Callable[[BatchDescriptor], int],
         later: Sequence[CUDAGraphWrapper],
-        direct: Callable[..., Sequence[Any]] | None = None,
+        direct: Callable[[BatchDescriptor], Callable[..., Sequence[Any]]] | None = None,
     ) -> None:
         self._call = call
-        self._direct = direct or call
+        self._direct = direct
         self._pins = pins
         self._growth = growth
         self._later = later
@@ -65,7 +66,7 @@ class UncapturedRunner:
     def planned(self, key: BatchDescriptor) -> Callable[..., Sequence[Any]] | None:
         """What runs the section in a replay plan; None where results may come to lie elsewhere."""
         copies = self._pins.plain_copies(key)
-        call = self._direct
+        call = self._call if self._direct is None else self._direct(key)
         if not copies:
             return None if copies is None else call
 

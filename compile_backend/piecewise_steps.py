@@ -18,6 +18,7 @@ import torch
 from compile_backend.inputs import InputClass
 from compile_backend.torch_internals.dynamo import autocast_is_on
 from compile_backend.torch_internals.graphs import tree_leaves, tree_map
+from compile_backend.torch_internals.tracing import hooks_around
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,6 +51,7 @@ class PiecewiseStep:
         plan: by which the graph ran; another one is for other arguments.
         args: of the graph.
         returned: what the model returns, with `_Output` in place of tensors.
+        sends_inputs: whether the plan's first graph brings the inputs to the device.
     """
 
     graph: CompiledGraph
@@ -57,6 +59,7 @@ class PiecewiseStep:
     plan: ReplayPlan
     args: Sequence[Any]
     returned: Any
+    sends_inputs: bool
 
     def repeat(self, metadata: Any) -> Any | None:
         """Another such step, on inputs that are filled; None if it cannot be any more.
@@ -78,13 +81,17 @@ class PiecewiseSteps:
     """The steps at PIECEWISE of a runner.
 
     Args:
+        model: as the runner calls it.
         compiled: the model's graphs.
         weights: the model's; whoever looks after them calls `forget`.
     """
 
-    def __init__(self, compiled: CompiledFacts, weights: Weights) -> None:
+    def __init__(
+        self, model: Callable[..., Any], compiled: CompiledFacts, weights: Weights
+    ) -> None:
         self._compiled = compiled
         self._weights = weights
+        self._model = model
         self._steps: dict[BatchDescriptor, PiecewiseStep] = {}
         self._attempts: Counter[BatchDescriptor] = Counter()
 
@@ -95,6 +102,11 @@ class PiecewiseSteps:
             key: of the runner.
         """
         return self._steps.get(key)
+
+    def sends_inputs(self, key: BatchDescriptor) -> bool:
+        """Whether `repeat` brings the inputs of a key to the device, unless it returns None."""
+        step = self._steps.get(key)
+        return step is not None and step.sends_inputs
 
     def repeat(self, key: BatchDescriptor, metadata: Any) -> Any | None:
         """A step of a known key; see `PiecewiseStep.repeat`. None where the model must be called.
@@ -125,7 +137,11 @@ class PiecewiseSteps:
             inputs: the model's, at addresses that stay.
         """
         graphs = list(self._compiled.graphs)
-        is_usual = all(built.is_whole for built in graphs) and not autocast_is_on()
+        is_usual = (
+            all(built.is_whole for built in graphs)
+            and not autocast_is_on()
+            and not hooks_around(self._model)
+        )
         if self._attempts[key] >= _MAX_ATTEMPTS or not is_usual:
             return call()
         self._attempts[key] += 1
@@ -137,7 +153,10 @@ class PiecewiseSteps:
                 graph_key: BatchDescriptor, plan: ReplayPlan, args: Sequence[Any], outputs: Any
             ) -> None:
                 if _stay(built, args, known):
-                    seen.append(PiecewiseStep(built.graph, graph_key, plan, tuple(args), outputs))
+                    sends = built.graph.sends_inputs(graph_key)
+                    seen.append(
+                        PiecewiseStep(built.graph, graph_key, plan, tuple(args), outputs, sends)
+                    )
 
             return record
 

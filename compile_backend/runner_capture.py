@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,16 +23,19 @@ from compile_backend.full_steps import FullSteps
 from compile_backend.known_steps import KnownSteps
 from compile_backend.piecewise_steps import PiecewiseSteps
 from compile_backend.runner_checks import check_outputs
+from compile_backend.runner_graphs import OfRunner
 from compile_backend.runner_mode import NOT_COMPILED, resolve_for_runner
 from compile_backend.runner_report import CaptureMeter, graphs_by_mode
 from compile_backend.runner_steps import RunnerSteps
 from compile_backend.torch_internals.dynamo import size_1_like_any_other
+from compile_backend.torch_internals.tracing import hooks_around
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from compile_backend.capture_estimate import CaptureEstimate
     from compile_backend.dispatch import Route
+    from compile_backend.model_steps import ModelSteps
     from compile_backend.runner_parts import RunnerParts
     from compile_backend.stats import GraphStats
 
@@ -41,6 +45,18 @@ logger = logging.getLogger(__name__)
 
 _NONE = CUDAGraphMode.NONE
 _FULL = CUDAGraphMode.FULL
+
+
+def _sending(model_steps: ModelSteps) -> Callable[[BatchDescriptor], None]:
+    """How the graphs of a runner's pieces bring its inputs; graphs may outlive the runner."""
+    reference = weakref.ref(model_steps)
+
+    def send(key: BatchDescriptor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.send(key)
+
+    return send
 
 
 class RunnerCapture:
@@ -111,7 +127,10 @@ class RunnerCapture:
             parts.ranks.check_same(parts.limits)
         with torch.inference_mode(False), torch.no_grad():
             if parts.compiled is not None:
-                parts.model_steps.number = parts.compiled.number_of(runner)
+                # Hooks may write to the inputs after they came; their graphs do not bring them.
+                send = None if hooks_around(parts.model) else _sending(parts.model_steps)
+                brings = OfRunner(parts.engine, send)
+                parts.model_steps.number = parts.compiled.number_of(runner, brings)
                 cudagraph_modes.store_traces(parts.model)
             self._compile()
             steps = self._settle()
@@ -163,7 +182,7 @@ class RunnerCapture:
         )
         piecewise = None
         if parts.compiled is not None:
-            piecewise = PiecewiseSteps(parts.compiled, parts.weights)
+            piecewise = PiecewiseSteps(parts.model, parts.compiled, parts.weights)
         known = KnownSteps(parts.loader, query_len, by_lengths=parts.ranks is None)
         return RunnerSteps(parts, resolution, full, piecewise, known)
 

@@ -43,6 +43,10 @@ class _Entry:
     failure: str | None = None
 
 
+def _no_other(_: BatchDescriptor) -> None:
+    return None
+
+
 class CUDAGraphWrapper:
     """Runs a callable eagerly, or captures it and replays the graph, as the context says.
 
@@ -66,6 +70,8 @@ class CUDAGraphWrapper:
         verify: compare every replay with an eager run.
         unwritten_outputs: positions of outputs that are allocated but not written, so that two
             runs differ in them.
+        engine_of: another engine of the device for the captures of some normalised keys; None for
+            those of `engine`.
 
     Raises:
         ConfigError: `runtime_mode` is neither PIECEWISE nor FULL.
@@ -85,6 +91,7 @@ class CUDAGraphWrapper:
         check_addresses: bool = False,
         verify: bool = False,
         unwritten_outputs: frozenset[int] = frozenset(),
+        engine_of: Callable[[BatchDescriptor], GraphEngine | None] = _no_other,
     ) -> None:
         runtime_mode = CUDAGraphMode.parse(runtime_mode, option="runtime_mode")
         if runtime_mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
@@ -102,6 +109,7 @@ class CUDAGraphWrapper:
         self._check_addresses = check_addresses
         self._verify = verify
         self._unwritten_outputs = unwritten_outputs
+        self._engine_of = engine_of
         self._entries: dict[BatchDescriptor, _Entry] = {}
         self.has_failures = False
 
@@ -187,7 +195,8 @@ class CUDAGraphWrapper:
         entry = self._entry(key)
         start = time.perf_counter()
         try:
-            graph = self._engine.capture(self._runnable, args, entry.trial or Trial())
+            engine = self._engine_of(key) or self._engine
+            graph = engine.capture(self._runnable, args, entry.trial or Trial())
         except CaptureError as error:
             entry.failure = str(error)
             self.has_failures = True
@@ -198,7 +207,7 @@ class CUDAGraphWrapper:
         # This step's later captures must not take the memory of outputs it still reads.
         outputs = graph.outputs
         if not self._keep_outputs:
-            graph.outputs = self._engine.keep_weakly(outputs)
+            graph.outputs = engine.keep_weakly(outputs)
         entry.graph = graph
         entry.addresses = _addresses(args)
         entry.stats.captures += 1

@@ -9,11 +9,9 @@ import torch
 
 from compile_backend.boundary import Pins, SharedBuffer
 
-CPU = torch.device("cpu")
-
 
 def pins(*may_view: bool) -> Pins:
-    return Pins([SharedBuffer(CPU) for _ in may_view], list(may_view))
+    return Pins([SharedBuffer() for _ in may_view], list(may_view))
 
 
 # --- shared buffers ---------------------------------------------------------------------------
@@ -36,7 +34,7 @@ def pins(*may_view: bool) -> Pins:
     ids=["rows", "columns", "expanded", "gap", "ints", "bools", "complex", "0-d", "empty", "3-d"],
 )
 def test_a_buffer_takes_any_layout(tensor):
-    like = SharedBuffer(CPU).like(tensor)
+    like = SharedBuffer().like(tensor)
     assert (like.shape, like.stride(), like.dtype) == (
         tensor.shape,
         tensor.stride(),
@@ -45,27 +43,43 @@ def test_a_buffer_takes_any_layout(tensor):
 
 
 def test_sizes_take_turns_in_one_memory():
-    buffer = SharedBuffer(CPU)
+    buffer = SharedBuffer()
     large, small = buffer.like(torch.ones(8)), buffer.like(torch.ones(2))
     assert large.data_ptr() == small.data_ptr()
     assert buffer.num_bytes == 32
 
 
 def test_memory_grows_once_if_told_how_far():
-    buffer = SharedBuffer(CPU)
+    buffer = SharedBuffer()
     small = buffer.like(torch.ones(2), growth=4)
     assert buffer.like(torch.ones(8)).data_ptr() == small.data_ptr()
 
 
 def test_what_was_made_before_memory_grew_keeps_the_old():
-    buffer = SharedBuffer(CPU)
+    buffer = SharedBuffer()
     small = buffer.like(torch.ones(2)).fill_(7)
     buffer.like(torch.ones(800)).fill_(1)
     assert small.tolist() == [7.0, 7.0]
 
 
+def test_each_device_has_memory_of_its_own():
+    """A value on the host, in a piece that no graph holds, is no value on the device."""
+    buffer = SharedBuffer()
+    there = buffer.like(torch.ones(8, device="meta"))
+    here = buffer.like(torch.ones(2))
+    assert (there.device.type, here.device.type) == ("meta", "cpu")
+    assert buffer.num_bytes == 32 + 8
+    assert buffer.like(torch.ones(2)).data_ptr() == here.data_ptr()
+
+
+def test_results_are_pinned_where_they_are():
+    results = [torch.ones(2, 3), torch.ones(4, device="meta")]
+    pinned, _ = pins(False, False).pin("key", results, [])
+    assert [tensor.device.type for tensor in pinned] == ["cpu", "meta"]
+
+
 def test_buffers_made_under_inference_mode_can_be_written_outside_of_it():
-    buffer = SharedBuffer(CPU)
+    buffer = SharedBuffer()
     with torch.inference_mode():
         made = buffer.like(torch.ones(4))
     assert not made.is_inference()

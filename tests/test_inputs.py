@@ -23,7 +23,7 @@ def buffers(
     *kinds: InputClass, mutated: tuple[int, ...] = (), copy_inputs: bool = True
 ) -> InputBuffers:
     inputs = [GraphInput(f"input_{i}", f"input_{i}", kind) for i, kind in enumerate(kinds)]
-    return InputBuffers(inputs, CPU, copy_inputs=copy_inputs, mutated=frozenset(mutated))
+    return InputBuffers(inputs, copy_inputs=copy_inputs, mutated=frozenset(mutated))
 
 
 class Classed(torch.nn.Module):

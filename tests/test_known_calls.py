@@ -317,7 +317,7 @@ def loaded(*tensors: torch.Tensor, mutated: frozenset[int] = frozenset()) -> Inp
     """A caller's tensors, and a static one behind them."""
     kinds = [*[InputClass.CALLER] * (len(tensors) - 1), InputClass.STATIC]
     inputs = [GraphInput(f"{i}", f"{i}", kind) for i, kind in enumerate(kinds)]
-    buffers = InputBuffers(inputs, CPU, copy_inputs=True, mutated=mutated)
+    buffers = InputBuffers(inputs, copy_inputs=True, mutated=mutated)
     buffers.load("key", tensors)
     return buffers
 

@@ -23,7 +23,7 @@ from compile_backend.attention.huggingface import (
     paged_model,
 )
 from compile_backend.backend import cudagraph_modes
-from compile_backend.build import _direct_call
+from compile_backend.build import _only_call
 from compile_backend.step_inputs import Dim
 
 TOKENS = Dim.NUM_TOKENS
@@ -111,11 +111,11 @@ def test_only_ops_of_this_package_are_called_past_the_dispatcher():
     call = compiled_toy(model, cudagraph_mode="PIECEWISE")
     run_of(call, model)
     (built,) = cudagraph_modes.facts(call).graphs
-    assert all(_direct_call(section) for section in built.plan.split.eager_sections)
+    assert all(_only_call(section) for section in built.plan.split.eager_sections)
     both = Twin(toy_model("attn_out", 2), cudagraph_mode="PIECEWISE")
     both(rows(4))
     (built,) = cudagraph_modes.facts(both.compiled).graphs
-    assert not any(_direct_call(section) for section in built.plan.split.eager_sections)
+    assert not any(_only_call(section) for section in built.plan.split.eager_sections)
 
 
 # --- the runner -------------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from compile_backend.attention.fp8_output import quantise
+from compile_backend.attention.kv_cache import store
 from compile_backend.support import AttentionCGSupport
 
 if TYPE_CHECKING:
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from compile_backend.batch import BatchDescriptor
 
 
-class AttentionBackend(ABC):
+class AttentionBackend:
     """Attention of one or more layers that compute the same thing.
+
+    Whoever subclasses it overrides `attend`, or else `forward` as a whole.
 
     Args:
         spec: what each layer computes.
@@ -82,7 +84,12 @@ class AttentionBackend(ABC):
         del key
         return self.prepare(metadata)
 
-    @abstractmethod
+    @property
+    def stores_apart(self) -> bool:
+        """Whether `forward` is `store` and `attend`, so that each may run by itself."""
+        is_own = type(self).forward is AttentionBackend.forward
+        return is_own and "forward" not in vars(self)
+
     def forward(
         self,
         query: torch.Tensor,
@@ -104,6 +111,49 @@ class AttentionBackend(ABC):
             metadata: of the step.
             prepared: what `prepare` or `prepare_for_graph` returned.
         """
+        self.store(key, value, cache, metadata)
+        self.attend(query, output, cache, metadata, prepared)
+
+    def store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """Write each token's key and value to its slot in the cache; see `kv_cache.store`.
+
+        A piece that makes them may hold this in its graph: nothing is read from the host, and
+        nothing of the step but `metadata.slot_mapping`.
+
+        Args:
+            key: as for `forward`.
+            value: likewise.
+            cache: likewise.
+            metadata: likewise.
+        """
+        store(key, value, cache, metadata.slot_mapping)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        prepared: Any,
+    ) -> None:
+        """Attend over what the cache holds, this step's keys and values included.
+
+        Args:
+            query: as for `forward`.
+            output: likewise.
+            cache: likewise.
+            metadata: likewise.
+            prepared: likewise.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} computes nothing; override `attend`, or `forward`"
+        )
 
     def forward_fp8(
         self,

@@ -76,6 +76,9 @@ class AttentionMetadataBuilder:
         self.max_query_len = cache.max_model_len
         self._cache = cache
         self._num_blocks = num_blocks
+        self._slots_stay = (
+            type(self) is AttentionMetadataBuilder
+        )  # others may have slots elsewhere
         self._limits = (cache.max_model_len, num_blocks, cache.block_size)
         self.input_spec = (
             InputSpec("query_start_loc", (Dim.NUM_REQS_PLUS_1,), torch.int32),
@@ -201,7 +204,7 @@ class AttentionMetadataBuilder:
         prepared = {}
         for backend in self._backends:
             prepared[backend] = backend.prepare(metadata)
-        return StepAttention(self.layers, metadata, prepared)
+        return StepAttention(self.layers, metadata, prepared, self._slots_stay)
 
     def build_for_graph(
         self,

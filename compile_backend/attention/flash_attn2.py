@@ -17,7 +17,6 @@ import torch
 from torch.nn.attention import varlen
 
 from compile_backend.attention.backend import AttentionBackend
-from compile_backend.attention.kv_cache import store
 from compile_backend.attention.limits import even_head_size, no_soft_cap, only_16_bits
 from compile_backend.attention.requirements import it_needs, lacking_device
 from compile_backend.errors import ConfigError
@@ -75,19 +74,16 @@ class FlashAttention2(AttentionBackend):
             or even_head_size(spec)
         )
 
-    def forward(
+    def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         output: torch.Tensor,
         cache: LayerCache,
         metadata: AttentionMetadata,
         prepared: Any,
     ) -> None:
-        """See `AttentionBackend.forward`."""
+        """See `AttentionBackend.attend`."""
         del prepared
-        store(key, value, cache, metadata.slot_mapping)
         self._attend(
             output,
             query,

@@ -19,7 +19,6 @@ import torch
 
 from compile_backend.attention.backend import AttentionBackend
 from compile_backend.attention.first_layer import FirstLayer
-from compile_backend.attention.kv_cache import store
 from compile_backend.attention.limits import even_head_size, no_soft_cap, only_16_bits
 from compile_backend.attention.requirements import it_needs, lacking_device, lacking_package
 from compile_backend.support import AttentionCGSupport
@@ -85,18 +84,15 @@ class FlashAttention3(AttentionBackend):
         del metadata
         return _Schedule()
 
-    def forward(
+    def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         output: torch.Tensor,
         cache: LayerCache,
         metadata: AttentionMetadata,
         prepared: Any,
     ) -> None:
-        """See `AttentionBackend.forward`."""
-        store(key, value, cache, metadata.slot_mapping)
+        """See `AttentionBackend.attend`."""
         self._attend(
             query,
             cache.keys,

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from compile_backend.attention.backend import AttentionBackend
-from compile_backend.attention.kv_cache import store
 from compile_backend.attention.page_plan import PagePlan, plan_pages, query_starts
 from compile_backend.attention.requirements import it_needs, lacking_device, lacking_package
 from compile_backend.errors import ConfigError
@@ -168,18 +167,16 @@ class FlashInfer(AttentionBackend):
         )
         return _Step(graph.kernels, metadata.num_reqs)
 
-    def forward(
+    def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         output: torch.Tensor,
         cache: LayerCache,
         metadata: AttentionMetadata,
         prepared: _Step | None,
     ) -> None:
-        """See `AttentionBackend.forward`."""
-        store(key, value, cache, metadata.slot_mapping)
+        """See `AttentionBackend.attend`."""
+        del metadata
         if prepared is None:
             return
         prepared.kernels.run(

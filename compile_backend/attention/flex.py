@@ -36,7 +36,6 @@ from compile_backend.attention.backend import AttentionBackend
 from compile_backend.attention.first_layer import FirstLayer
 from compile_backend.attention.flex_mask import MAX_ROWS, MIN_ROWS, TileMask, choose_tiling
 from compile_backend.attention.flex_tiles import tiled_attention
-from compile_backend.attention.kv_cache import store
 from compile_backend.errors import ConfigError
 from compile_backend.support import AttentionCGSupport
 
@@ -150,18 +149,15 @@ class FlexAttention(AttentionBackend):
         return step
 
     @torch.no_grad()
-    def forward(
+    def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         output: torch.Tensor,
         cache: LayerCache,
         metadata: AttentionMetadata,
         prepared: FlexStep,
     ) -> None:
-        """See `AttentionBackend.forward`."""
-        store(key, value, cache, metadata.slot_mapping)
+        """See `AttentionBackend.attend`."""
         if not (metadata.num_tokens and metadata.num_reqs):
             return
         table = self._refreshed(prepared, cache, metadata)

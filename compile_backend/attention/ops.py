@@ -36,11 +36,31 @@ def _attention(
     output: torch.Tensor,
     layer_name: str,
 ) -> None:
-    step, layer = _found(layer_name)
+    step, layer = found_layer(layer_name)
+    store_and_attend(step, layer, query, key, value, output)
+
+
+def store_and_attend(
+    step: StepAttention,
+    layer: AttentionLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+) -> None:
+    """What the op does, for a layer that was found; see `AttentionBackend.forward`."""
     backend = layer.backend
     backend.forward(
         query, key, value, output, layer.cache, step.metadata, step.prepared.get(backend)
     )
+
+
+def attend(
+    step: StepAttention, layer: AttentionLayer, query: torch.Tensor, output: torch.Tensor
+) -> None:
+    """The same where keys and values are stored; see `AttentionBackend.attend`."""
+    backend = layer.backend
+    backend.attend(query, output, layer.cache, step.metadata, step.prepared.get(backend))
 
 
 def _attention_fp8(
@@ -52,7 +72,7 @@ def _attention_fp8(
     layer_name: str,
     multiplies: bool = False,  # noqa: FBT001 - the order of the schema
 ) -> None:
-    step, layer = _found(layer_name)
+    step, layer = found_layer(layer_name)
     backend = layer.backend
     backend.forward_fp8(
         query,
@@ -67,8 +87,12 @@ def _attention_fp8(
     )
 
 
-def _found(layer_name: str) -> tuple[StepAttention, AttentionLayer]:
-    """The running step, and the layer of that name in it."""
+def found_layer(layer_name: str) -> tuple[StepAttention, AttentionLayer]:
+    """The running step, and the layer of that name in it.
+
+    Raises:
+        RuntimeError: the step has no attention, or no such layer.
+    """
     step = get_forward_context().attn_metadata
     if not isinstance(step, StepAttention):
         raise RuntimeError(  # noqa: TRY004 - what is missing is a step, not another type

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
 from compile_backend.attention.backend import AttentionBackend
-from compile_backend.attention.kv_cache import store
 from compile_backend.errors import ConfigError
 from compile_backend.support import AttentionCGSupport
 
@@ -46,19 +45,16 @@ class SdpaAttention(AttentionBackend):
             "use the dtype of the model, or torch.float8_e4m3fn",
         )
 
-    def forward(
+    def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         output: torch.Tensor,
         cache: LayerCache,
         metadata: AttentionMetadata,
         prepared: Any,
     ) -> None:
-        """See `AttentionBackend.forward`."""
+        """See `AttentionBackend.attend`."""
         del prepared
-        store(key, value, cache, metadata.slot_mapping)
         if metadata.host is not None:
             self._by_request(query, output, cache, metadata.host)
         else:

@@ -121,18 +121,27 @@ class TritonAttention(AttentionBackend):
             self._plans[facts] = plan
         return plan
 
-    def forward(
+    def store(
         self,
-        query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """One launch, in the interpreter as well."""
+        scales = cache.key_scale, cache.value_scale
+        self._store(key, value, cache.keys, cache.values, metadata.slot_mapping, *scales)
+
+    def attend(
+        self,
+        query: torch.Tensor,
         output: torch.Tensor,
         cache: LayerCache,
         metadata: AttentionMetadata,
         prepared: LaunchPlan,
     ) -> None:
-        """Store, attend and, where keys were split, reduce: two or three launches."""
-        prepared = self._stored(query, key, value, cache, metadata, prepared)
+        """Attend and, where keys were split, reduce: one or two launches."""
+        prepared = self._plan_for(query, metadata, prepared)
         self._attend(query, output, cache, metadata, self.spec, prepared)
 
     def forward_fp8(
@@ -162,30 +171,16 @@ class TritonAttention(AttentionBackend):
                 multiplies=multiplies,
             )
             return
-        prepared = self._stored(query, key, value, cache, metadata, prepared)
+        self.store(key, value, cache, metadata)
+        prepared = self._plan_for(query, metadata, prepared)
         self._attend(
             query, output, cache, metadata, self.spec, prepared, scale, multiplies=multiplies
         )
 
-    def _stored(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        prepared: LaunchPlan,
+    def _plan_for(
+        self, query: torch.Tensor, metadata: AttentionMetadata, prepared: LaunchPlan
     ) -> LaunchPlan:
-        """Store keys and values; returns the plan for these queries."""
-        self._store(
-            key,
-            value,
-            cache.keys,
-            cache.values,
-            metadata.slot_mapping,
-            cache.key_scale,
-            cache.value_scale,
-        )
+        """The plan of the step, or one for queries of another width."""
         if query.element_size() != self._element_bytes:
             return plan_launch(self.spec, metadata, query.element_size(), self._num_sms)
         return prepared

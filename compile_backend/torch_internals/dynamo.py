@@ -123,6 +123,30 @@ def ends_at_a_graph_break(graph_module: torch.fx.GraphModule) -> bool:
     return reason is None or bool(reason.graph_break)
 
 
+def is_part_of_a_function() -> bool:
+    """Whether Python that is not traced calls what is being traced, so that both run each time.
+
+    To be asked while the backend runs. That is what a graph break before the first op leaves, and
+    a function that Dynamo does not trace but for what it calls.
+    """
+    frame: FrameType | None = sys._getframe()
+    between: list[str] = []  # modules of the frames outside of the tracing
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "compile_wrapper" and module == "torch._dynamo.eval_frame":
+            return any(name not in _CALLS_ONLY for name in between)
+        if module in _TRACING:
+            between.clear()
+        else:
+            between.append(module)
+        frame = frame.f_back
+    return True
+
+
+_TRACING = ("torch._dynamo.convert_frame", "compile_backend.torch_internals.tracing")
+_CALLS_ONLY = ("torch.nn.modules.module", "torch.utils._contextlib")  # `no_grad` and its like
+
+
 def autocast_is_on() -> bool:
     """Whether torch picks other types for ops than they are given."""
     return bool(torch._C._is_any_autocast_enabled())
@@ -151,13 +175,15 @@ def leaves_something_behind() -> bool:
 def _stores_what_is_there(side_effects: Any, item: Any) -> bool:
     """Whether all that is stored in an object are constants that it holds already."""
     stores = side_effects.store_attr_mutations.get(item)
-    owner = getattr(item, "value", None)
+    try:
+        owner = getattr(item, "value", None)
+        constants = {name: stored.as_python_constant() for name, stored in (stores or {}).items()}
+    except NotImplementedError:  # is no constant, or holds what is none, as a size that changes
+        return False
     if not stores or owner is None:
         return False
-    for name, stored in stores.items():
-        if not stored.is_python_constant():
-            return False
-        constant, held = stored.as_python_constant(), getattr(owner, name, _NOTHING)
+    for name, constant in constants.items():
+        held = getattr(owner, name, _NOTHING)
         if type(constant) is not type(held) or constant != held:
             return False
     return True

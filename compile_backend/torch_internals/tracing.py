@@ -14,6 +14,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from compile_backend.cache import NotStorableError
 from compile_backend.torch_internals.dynamo import callbacks_of
 from compile_backend.torch_internals.stored_entry import Frame
@@ -133,3 +135,20 @@ def global_module_hooks() -> dict[str, Any]:
     """Hooks that are called for modules of all kinds."""
     module = sys.modules["torch.nn.modules.module"]
     return {name: hooks for name, hooks in vars(module).items() if name.startswith("_global_")}
+
+
+def hooks_around(compiled: object) -> bool:
+    """Whether hooks run around a compiled module, in Python that none of its graphs holds.
+
+    Dynamo calls those of the module itself, and traces those of all modules in it.
+    """
+    if not isinstance(compiled, torch.nn.Module):
+        return False
+    original = getattr(compiled, "_orig_mod", compiled)
+    tables = (vars(compiled), vars(original), global_module_hooks())
+    return any(table.get(name) for table in tables for name in _FORWARD_HOOKS)
+
+
+_FORWARD_HOOKS = tuple(
+    f"{whose}_forward_{when}hooks" for whose in ("", "_global") for when in ("", "pre_")
+)
