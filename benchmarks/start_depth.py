@@ -1,7 +1,7 @@
 """What a first call takes, cold and warm, for models of several depths, and what Dynamo has of it.
 
-Each start is a process of its own; those of one depth share a new set of caches, which the first
-finds empty. Pieces that are alike are compiled once, so what does not grow with depth is all but
+Each start is a process of its own; the warm one has the caches that the cold one before it found
+empty. Pieces that are alike are compiled once, so what does not grow with depth is all but
 Dynamo's part.
 
     python benchmarks/start_depth.py --shape 0.6B --layers 14,28,56 --whole 28
@@ -35,9 +35,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="0.6B")
     parser.add_argument("--layers", default="14,28,56")
-    parser.add_argument("--whole", type=int, default=28, help="depth at which torch.compile runs")
+    parser.add_argument(
+        "--whole", type=int, default=28, help="depth of torch.compile and warm starts"
+    )
     parser.add_argument("--attention", default="triton", help="of the runner")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--repeats", type=int, default=1, help="of each cold start")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -46,12 +49,15 @@ def main() -> None:
     print("| way | layers | caches | first call s | outside Dynamo s | process s | compiles |")
     print("|---|---|---|---|---|---|---|")
     depths = [int(depth) for depth in arguments.layers.split(",")]
-    ways = [(STATIC, depth) for depth in depths]
-    ways += [(WHOLE, arguments.whole), (RUNNER, arguments.whole)]
-    for way, layers in ways:
+    ways = [(WHOLE, arguments.whole), (RUNNER, arguments.whole)]
+    ways += [(STATIC, depth) for depth in depths]
+    ways += [(STATIC, depth) for _ in range(arguments.repeats - 1) for depth in depths]
+    for number, (way, layers) in enumerate(ways):
         asked = {**vars(arguments), "way": way, "layers": layers}
+        is_first = (way, layers) not in ways[:number]
+        is_warm = is_first and way != WHOLE and layers == arguments.whole
         with tempfile.TemporaryDirectory() as directory:
-            for temperature in ("cold", "warm"):
+            for temperature in ("cold", "warm") if is_warm else ("cold",):
                 told = process(asked, Path(directory))
                 cells = (told["first_s"], told["outside_s"], told["process_s"])
                 shown = ["" if cell is None else f"{cell:.2f}" for cell in cells]

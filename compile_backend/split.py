@@ -305,6 +305,7 @@ class _SectionWriter:
         self._graph = torch.fx.Graph()
         self._copies: dict[torch.fx.Node, torch.fx.Node] = {}
         self._inputs: list[torch.fx.Node] = []
+        self._last_placeholder: torch.fx.Node | None = None
         self._body = RegionWriter(self._graph, regions)
 
     def add(self, node: torch.fx.Node) -> None:
@@ -328,15 +329,17 @@ class _SectionWriter:
 
     def _placeholder(self, node: torch.fx.Node) -> torch.fx.Node:
         """An input named after the value; inputs stand before all else, in order of first use."""
-        last = next((n for n in reversed(self._graph.nodes) if n.op == "placeholder"), None)
+        last = self._last_placeholder
         place = (
             self._graph.inserting_after(last)
             if last is not None
             else self._graph.inserting_before(next(iter(self._graph.nodes), None))
         )
         with place:
-            copy = self._graph.placeholder(node.name)
+            # With a name: to find one out of a long target takes longer than all the rest.
+            copy = self._graph.create_node("placeholder", node.name, name=node.name)
         copy.meta = dict(node.meta)
+        self._last_placeholder = copy
         return copy
 
     def take_sizes(self, graph_inputs: Mapping[torch.fx.Node, Any]) -> None:

@@ -18,12 +18,13 @@ After::
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.fx
 
-from passes.reading import has_only_readers
+from passes.reading import Memory
 
 
 class AdditiveMaskPass:
@@ -34,12 +35,13 @@ class AdditiveMaskPass:
     def __call__(self, graph: torch.fx.Graph) -> int:
         """Rewrite `graph` in place; return the number of attention calls changed."""
         converted: dict[tuple[torch.fx.Node, torch.dtype], torch.fx.Node] = {}
+        memory = functools.cache(lambda: Memory.of(graph))  # what is added writes none of it
         changed = 0
         for node in list(graph.nodes):
             if node.target is not torch.nn.functional.scaled_dot_product_attention:
                 continue
             mask = _mask_of(node)
-            if mask is None or not has_only_readers(graph, mask):
+            if mask is None or memory().may_be_written(mask):
                 continue
             dtype = node.args[0].meta["example_value"].dtype
             if (mask, dtype) not in converted:

@@ -18,12 +18,13 @@ After::
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.fx
 
-from passes.reading import has_only_readers
+from passes.reading import Memory
 
 
 class ConstantTensorsPass:
@@ -33,6 +34,7 @@ class ConstantTensorsPass:
 
     def __call__(self, graph: torch.fx.Graph) -> int:
         """Rewrite `graph` in place; return the number of tensors changed."""
+        memory = functools.cache(lambda: Memory.of(graph))  # nothing that is changed writes
         changed = 0
         for node in list(graph.nodes):
             value = node.meta.get("example_value")
@@ -41,7 +43,7 @@ class ConstantTensorsPass:
             if _is_literal(node, value):
                 _fill(node, value, node.args[0] if value.dim() == 0 else None)
                 changed += 1
-            elif _moves_constant(graph, node, value):
+            elif _moves_constant(node, value) and not memory().may_be_written(node.args[0]):
                 constant = node.args[0]
                 _fill(node, value, constant.args[1])
                 changed += 1
@@ -64,7 +66,7 @@ def _is_literal(node: torch.fx.Node, value: torch.Tensor) -> bool:
     return value.numel() == 0 or (value.dim() == 0 and isinstance(number, (bool, int, float)))
 
 
-def _moves_constant(graph: torch.fx.Graph, node: torch.fx.Node, value: torch.Tensor) -> bool:
+def _moves_constant(node: torch.fx.Node, value: torch.Tensor) -> bool:
     """Whether a node copies a constant scalar to another device."""
     if node.op != "call_method" or node.target not in ("to", "cuda"):
         return False
@@ -73,7 +75,7 @@ def _moves_constant(graph: torch.fx.Graph, node: torch.fx.Node, value: torch.Ten
         return False
     if constant.meta["example_value"].device == value.device:
         return False
-    return isinstance(constant.args[1], (bool, int, float)) and has_only_readers(graph, constant)
+    return isinstance(constant.args[1], (bool, int, float))
 
 
 def _fill(node: torch.fx.Node, value: torch.Tensor, number: Any) -> None:

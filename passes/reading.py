@@ -35,11 +35,6 @@ def only_reads(node: torch.fx.Node) -> bool:
     return module.startswith("torch") and not _writes_where_told(node)
 
 
-def has_only_readers(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
-    """Whether no node of the graph may write the memory of `node`, under whatever name."""
-    return not Memory.of(graph).may_be_written(node)
-
-
 @dataclass(frozen=True, slots=True)
 class Memory:
     """What a graph does with the memory behind its values, under whatever names.
