@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from compile_backend.asked_names import check_asked
 from compile_backend.build import BuiltGraph, artefact_cache, build_graph
+from compile_backend.compile_workers import start_where_all_is_new
 from compile_backend.config import CompilationConfig, CUDAGraphMode
 from compile_backend.errors import ConfigError
 from compile_backend.graph_engine import CudaEngine
@@ -33,6 +34,7 @@ from compile_backend.torch_internals.dynamo import (
     ends_at_a_graph_break,
     is_part_of_a_function,
     leaves_something_behind,
+    options_at_lookup,
     reaching_the_user,
 )
 from compile_backend.torch_internals.recompile_limit import LimitReached, watch_limits
@@ -143,7 +145,7 @@ class CudagraphModesBackend:
     @property
     def __name__(self) -> str:
         """What `torch.compile` asks for where it is given this object instead of its name."""
-        watch_limits(self._limit_reached)
+        self._looked_up()
         return "cudagraph_modes"
 
     @property
@@ -153,8 +155,12 @@ class CudagraphModesBackend:
 
     @_tags.setter
     def _tags(self, _: tuple[str, ...]) -> None:
+        self._looked_up()
+
+    def _looked_up(self) -> None:
         # The first call that uses this backend may be one that Dynamo will not compile.
         watch_limits(self._limit_reached)
+        start_where_all_is_new(options_at_lookup())
 
     def __call__(
         self,

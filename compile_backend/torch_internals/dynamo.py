@@ -29,6 +29,16 @@ def calling_compile() -> object | None:
     return None
 
 
+def options_at_lookup() -> object:
+    """The options of the `torch.compile` call that looks a backend up right now; else None."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if type(frame.f_locals.get("self")).__name__ == "_TorchCompileWrapper":
+            return frame.f_locals.get("options")
+        frame = frame.f_back
+    return None
+
+
 def compile_behind(compiled: object) -> object | None:
     """The `torch.compile` call that made `compiled` (a module or a function)."""
     for callback in callbacks_of(compiled):

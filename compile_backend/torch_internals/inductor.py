@@ -64,6 +64,7 @@ def compile_with_inductor(
         narrowed_to: what the sizes are; Inductor's own cache cannot tell ranges apart.
         is_partitioned: whether the settings are those of `partition_settings`.
     """
+    start_workers()
     from torch._inductor.compile_fx import compile_fx_inner
 
     seen: list[InnerCode] = []
@@ -103,6 +104,18 @@ def compile_with_inductor(
 
     code = seen[0].code if len(seen) == 1 else None
     return InductorArtefact(call, mutated, is_direct, pack, code)
+
+
+def start_workers() -> None:
+    """Have Inductor start the processes in which it compiles kernels of a GPU, if it has any.
+
+    They start on their own, and but once; what Inductor's settings and environment say holds. To
+    ask for a GPU that nobody uses yet could spoil it for processes that are forked later.
+    """
+    if torch.cuda.is_initialized():
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
 
 
 @dataclass(frozen=True)
