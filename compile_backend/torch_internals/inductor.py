@@ -112,7 +112,7 @@ def start_workers() -> None:
     They start on their own, and but once; what Inductor's settings and environment say holds. To
     ask for a GPU that nobody uses yet could spoil it for processes that are forked later.
     """
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         from torch._inductor.async_compile import maybe_warm_pool
 
         maybe_warm_pool()
