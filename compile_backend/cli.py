@@ -230,6 +230,10 @@ def _device(name: str) -> torch.device:
 
 def _generate(parsed: argparse.Namespace, progress: _Progress) -> int:
     options = _options(parsed, _DEFAULT_OPTIONS)
+    if parsed.max_new_tokens < 1:
+        raise ConfigError(
+            "--max-new-tokens", parsed.max_new_tokens, "must be positive", "use 1 or more"
+        )
     loaded = _load(parsed, progress)
     from compile_backend.llm.comparison import compare_with_eager  # noqa: PLC0415
 
@@ -303,7 +307,11 @@ def _bench(parsed: argparse.Namespace, progress: _Progress) -> int:
 
 
 def _cache(parsed: argparse.Namespace, _progress: _Progress) -> int:
-    cache = ArtefactCache(cache_directory(parsed.cache_dir), cache_size_bytes(), WarnOnce())
+    directory = cache_directory(parsed.cache_dir)
+    if directory.parent.exists() and not directory.parent.is_dir():
+        fix = "give the directory that the option cache_dir was set to"
+        raise ConfigError("--cache-dir", parsed.cache_dir, "is no directory", fix)
+    cache = ArtefactCache(directory, cache_size_bytes(), WarnOnce())
     entries = cache.clear() if parsed.clear else cache.entries()
     if parsed.json:
         _print_json(

@@ -85,7 +85,7 @@ class InputSpec:
                 "(1, Dim.NUM_TOKENS)",
             )
         is_fraction = type(self.pad) is float and not self.dtype.is_floating_point
-        if is_fraction or not _fits(self.dtype, self.pad, self.pad):
+        if is_fraction or not _holds(self.dtype, self.pad):
             raise ConfigError(
                 f"input_spec[{self.name!r}].pad",
                 self.pad,
@@ -422,6 +422,13 @@ def _fits(dtype: torch.dtype, lowest: float, highest: float) -> bool:
         return True
     limits = torch.iinfo(dtype)
     return limits.min <= lowest and highest <= limits.max
+
+
+def _holds(dtype: torch.dtype, pad: float) -> bool:
+    """Whether padding stays the number that it is, but for its last digits."""
+    if dtype.is_floating_point and math.isfinite(pad):
+        return abs(pad) <= torch.finfo(dtype).max
+    return _fits(dtype, pad, pad)
 
 
 def _check_shape(spec: InputSpec, given: Sequence[int], expected: Sequence[int]) -> None:

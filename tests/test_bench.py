@@ -372,10 +372,18 @@ def test_start_up_is_measured_twice() -> None:
 
 def test_start_up_that_fails_is_told() -> None:
     failures: dict[str, str] = {}
-    asked = request(modes=("FULL",), paths=("paged",), variants=(OURS,), attention=("flashmla",))
+    options = {"strict": True, "attention_support": {"cudagraph_modes::attention": "NEVER"}}
+    asked = request(modes=("FULL",), paths=("paged",), variants=(OURS,), options=options)
     assert start_up_results(asked, Silent(), failures) == {}
     (error,) = failures.values()
-    assert "flashmla" in error
+    assert "cannot be had" in error
+
+
+@pytest.mark.parametrize("name", ["flash_attn_3", "flashinfer", "flashmla"])
+def test_attention_that_cannot_run_here_is_refused_before_anything_runs(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--attention='{name}' cannot run here; it needs "):
+        request(attention=("sdpa", name))
+    request(attention=("auto", name), paths=("static",))
 
 
 def test_attention_that_nobody_knows_is_refused_before_anything_runs() -> None:

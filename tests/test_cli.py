@@ -241,6 +241,23 @@ def test_text_longer_than_the_model(model_dir: Path, capsys: pytest.CaptureFixtu
     assert "max_new_tokens=100" in capsys.readouterr().err
 
 
+def test_no_new_tokens_are_refused_before_a_model_is_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(_arguments("generate", "./no/such/model", None, "--max-new-tokens", "0")) == 2
+    assert "--max-new-tokens=0 must be positive; use 1 or more" in capsys.readouterr().err
+
+
+def test_a_file_is_no_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "file"
+    path.write_text("mine")
+    for more in ([], ["--clear"]):
+        assert main(["cache", "--cache-dir", str(path), *more]) == 2
+        assert "is no directory; give the directory" in " ".join(capsys.readouterr().err.split())
+    assert path.read_text() == "mine"
+    assert main(["cache", "--cache-dir", str(tmp_path / "none")]) == 0
+
+
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(["generate", "--no-such-thing"])

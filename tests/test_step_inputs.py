@@ -520,6 +520,22 @@ def test_padding_is_in_the_range_of_the_dtype() -> None:
         InputSpec("x", (TOKENS,), torch.int32, pad=2**40)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "pad"),
+    [
+        (torch.float32, 1e39),
+        (torch.float16, -70000),
+        (torch.bfloat16, 2**200),
+        (torch.float8_e4m3fn, 500.0),
+    ],
+)
+def test_padding_does_not_become_infinite(dtype: torch.dtype, pad: float) -> None:
+    with pytest.raises(ConfigError, match=r"is out of the range of torch.*float"):
+        InputSpec("x", (TOKENS,), dtype, pad=pad)
+    for held in (float("-inf"), float("nan"), 0.1, 0):
+        InputSpec("x", (TOKENS,), dtype, pad=held)
+
+
 @pytest.mark.parametrize("names", [["ids"], ["ids", "last", "mask"], ["ids", "lsat"]], ids=str)
 def test_inputs_are_those_that_were_declared(names: list[str]) -> None:
     held = loader()

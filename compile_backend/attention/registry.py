@@ -136,6 +136,19 @@ def _class_of(
     return _checked(row.load(), spec, cache, device)
 
 
+def lacking(name: str, device: torch.device) -> str | None:
+    """What a device lacks for any layer of a backend of this package, with the remedy.
+
+    Args:
+        name: a known one; `auto` lacks nothing that could be told without a layer.
+        device: where it would run.
+    """
+    row = next((row for row in BACKENDS if row.name == name), None)
+    if row is None:
+        return None
+    return row.load().missing(device) if row.module else f"it needs {row.needs}"
+
+
 def _problem(
     backend: type[AttentionBackend], spec: AttentionSpec, cache: CacheFormat, device: torch.device
 ) -> Exception | None:

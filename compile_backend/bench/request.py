@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compile_backend.asked_names import check_asked
-from compile_backend.attention.registry import AUTO, BACKENDS
+from compile_backend.attention.registry import AUTO, BACKENDS, lacking
 from compile_backend.bench.shapes import SHAPES
 from compile_backend.config import CompilationConfig, CUDAGraphMode
 from compile_backend.errors import ConfigError
@@ -125,6 +125,10 @@ class BenchRequest:
         _check_names("--modes", self.modes, MODES)
         _check_names("--paths", self.paths, PATHS)
         _check_names("--attention", self.attention, [AUTO, *(row.name for row in BACKENDS)])
+        for name in self.attention if PAGED in self.paths else ():
+            missing = lacking(name, self.device)
+            if missing is not None:
+                raise ConfigError("--attention", name, "cannot run here", missing)
         for name in self.variants:
             problem = VARIANTS[name].problem(self.device)
             if problem is not None:
