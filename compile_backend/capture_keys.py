@@ -78,7 +78,8 @@ def capture_keys(
         left_out = {} if max_bytes is None else beyond(peaks, max_bytes)
         for left in left_out:
             session.forget(met[left])
-        with enter_capture_session(None):
+        # Of pieces, only the last is captured by this engine: one series for all of them.
+        with enter_capture_session(None), engine.session(thorough=True):
             session.run(advance.capture)
     return CapturedKeys(warm_up_s, left_out)
 

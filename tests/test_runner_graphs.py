@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,23 @@ import torch
 from paged_toy import PagedToy, compiled, make_builder, make_loop
 from toy import toy_options
 
-from compile_backend import Batch, CUDAGraphMode, Dim, GraphModelRunner, InputSpec, stats
+from compile_backend import (
+    Batch,
+    CUDAGraphMode,
+    Dim,
+    GraphModelRunner,
+    InputSpec,
+    reference_engine,
+    stats,
+)
+from compile_backend.backend import cudagraph_modes
 from compile_backend.batch import BatchDescriptor, of_runner
 from compile_backend.context import ForwardContext, SetBy, enter_forward_context
+from compile_backend.graph_engine import Sessions
 from compile_backend.runner_graphs import OfRunner, RunnerGraphs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
 ROWS = InputSpec("x", (Dim.NUM_TOKENS, 3), torch.float32)
@@ -212,6 +226,29 @@ def test_a_function_that_is_decorated_is_one_graph() -> None:
         for value in range(3):
             checked(runner.run(batch(4, value)), batch(4, value))
     assert len(last_steps(runner)) == 1
+
+
+def test_a_capture_is_one_series_of_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes before a series, as waiting for the device, comes once and not by size."""
+    entered: list[object] = []
+
+    def made() -> Sessions:
+        number = object()
+
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            entered.append(number)
+            yield
+
+        return Sessions(around)
+
+    monkeypatch.setattr(reference_engine, "Sessions", made)
+    monkeypatch.setattr(cudagraph_modes, "_engines", {})
+    with torch.no_grad():
+        called = compiled_rows()
+        rows(called, sizes=(1, 2, 3, 4))
+    assert len(entered) == len(set(entered)) == 2
+    assert stats(called).total("captures") == 4 * 2
 
 
 # --- by itself --------------------------------------------------------------------------------
