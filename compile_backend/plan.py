@@ -14,6 +14,7 @@ import torch
 import torch.fx
 
 from compile_backend.config import CUDAGraphMode
+from compile_backend.context import current_forward_context
 from compile_backend.dispatch import CudagraphDispatcher
 from compile_backend.errors import ConfigError, number_of
 from compile_backend.inputs import GraphInput, InputClass, classify_inputs
@@ -192,6 +193,15 @@ def plan_graph(
         notes.append(f"no graph can hold every piece: {_in_words(uncapturable)}")
     if resolution.downgrades and not piecewise and not config.splitting_ops:
         notes.append(f"nothing was split out; searched for {_shortened(names)}")
+    # A runner has a mode of its own.
+    is_by_itself = current_forward_context() is None and not needs_grad
+    if is_by_itself and config.cudagraph_mode is None and asked is CUDAGraphMode.NONE:
+        why = uncuttable or f"nothing was split out: searched for {_shortened(names, most=3)}"
+        notes.append(
+            "a graph runs without CUDA graphs (told once), since no cudagraph_mode was asked for "
+            f"and the default is NONE where {why}; set cudagraph_mode='FULL' if all of it can be "
+            "captured, or name in splitting_ops what cannot"
+        )
     dispatcher = CudagraphDispatcher(
         config,
         max_num_seqs=config.max_num_seqs,

@@ -9,6 +9,7 @@ import torch
 from toy import compiled, dynamo_call, rows
 
 from compile_backend.config import CompilationConfig
+from compile_backend.context import set_forward_context
 from compile_backend.errors import ConfigError
 from compile_backend.plan import GraphPlan, plan_graph
 from compile_backend.support import AttentionCGSupport, default_splitting_ops
@@ -71,8 +72,20 @@ def test_a_level_declared_for_a_function_holds_by_whatever_name_graphs_give_it()
     assert list(plan.support.values()) == [AttentionCGSupport.NEVER]
 
 
+def test_a_default_without_graphs_is_told():
+    """As with attention written in plain ops; a mode that was asked for is nobody's surprise."""
+    (note,) = plan_of(lambda x: x * 2, rows(4)).notes
+    assert "a graph runs without CUDA graphs" in note
+    assert "set cudagraph_mode='FULL'" in note
+    for mode in ("NONE", "FULL"):
+        assert not plan_of(lambda x: x * 2, rows(4), cudagraph_mode=mode).notes
+    with set_forward_context():
+        assert not plan_of(lambda x: x * 2, rows(4)).notes
+    assert plan_of(attend, rows(4)).notes == ()
+
+
 def test_the_default_list_notes_nothing():
-    assert plan_of(lambda x: x * 2, rows(4)).notes == ()
+    assert plan_of(lambda x: x * 2, rows(4), cudagraph_mode="FULL").notes == ()
     options = {"splitting_ops": default_splitting_ops(), "cudagraph_mode": "FULL"}
     (note,) = plan_of(lambda x: x * 2, rows(4), **options).notes
     assert "nothing in this graph is called" in note
