@@ -83,15 +83,23 @@ class PiecewiseSteps:
     Args:
         model: as the runner calls it.
         compiled: the model's graphs.
+        builder: of attention's metadata, which is made before the first piece runs; None if there
+            is none.
         weights: the model's; whoever looks after them calls `forget`.
     """
 
     def __init__(
-        self, model: Callable[..., Any], compiled: CompiledFacts, weights: Weights
+        self,
+        model: Callable[..., Any],
+        compiled: CompiledFacts,
+        weights: Weights,
+        builder: object = None,
     ) -> None:
         self._compiled = compiled
         self._weights = weights
         self._model = model
+        # A builder that reads its tensors on the device needs them filled before.
+        self._may_send_late = builder is None or bool(getattr(builder, "builds_on_host", False))
         self._steps: dict[BatchDescriptor, PiecewiseStep] = {}
         self._attempts: Counter[BatchDescriptor] = Counter()
 
@@ -153,7 +161,7 @@ class PiecewiseSteps:
                 graph_key: BatchDescriptor, plan: ReplayPlan, args: Sequence[Any], outputs: Any
             ) -> None:
                 if _stay(built, args, known):
-                    sends = built.graph.sends_inputs(graph_key)
+                    sends = self._may_send_late and built.graph.sends_inputs(graph_key)
                     seen.append(
                         PiecewiseStep(built.graph, graph_key, plan, tuple(args), outputs, sends)
                     )

@@ -129,7 +129,7 @@ class RunnerCapture:
             if parts.compiled is not None:
                 # Hooks may write to the inputs after they came; their graphs do not bring them.
                 send = None if hooks_around(parts.model) else _sending(parts.model_steps)
-                brings = OfRunner(parts.engine, send)
+                brings = OfRunner(parts.engine, send, parts.loader.inputs.holds)
                 parts.model_steps.number = parts.compiled.number_of(runner, brings)
                 cudagraph_modes.store_traces(parts.model)
             self._compile()
@@ -182,7 +182,9 @@ class RunnerCapture:
         )
         piecewise = None
         if parts.compiled is not None:
-            piecewise = PiecewiseSteps(parts.model, parts.compiled, parts.weights)
+            piecewise = PiecewiseSteps(
+                parts.model, parts.compiled, parts.weights, parts.loader.builder
+            )
         known = KnownSteps(parts.loader, query_len, by_lengths=parts.ranks is None)
         return RunnerSteps(parts, resolution, full, piecewise, known)
 

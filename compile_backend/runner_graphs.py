@@ -18,6 +18,8 @@ from compile_backend.context import current_forward_context
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from compile_backend.batch import BatchDescriptor
     from compile_backend.graph_engine import GraphEngine
 
@@ -30,11 +32,13 @@ class OfRunner:
         engine: captures into the runner's own memory pool.
         send: puts the copy of a key's inputs on the stream; None where graphs are not to hold it,
             as where Python runs between the copy and the first piece.
+        holds: whether a tensor lies where the runner's inputs do, at an address that stays.
         kept: what its graphs write to besides, by identity.
     """
 
     engine: GraphEngine
     send: Callable[[BatchDescriptor], None] | None
+    holds: Callable[[torch.Tensor], bool]
     kept: dict[int, object] = field(default_factory=dict)
 
 
@@ -70,11 +74,9 @@ class RunnerGraphs:
         runner = self.runners.get(runner_of(key))
         return None if runner is None else runner.engine
 
-    def keep(self, key: BatchDescriptor, written: object) -> None:
-        """Keep what graphs of a key write to alive, as long as the runner or its graphs."""
-        runner = self.runners.get(runner_of(key))
-        if runner is not None:
-            runner.kept[id(written)] = written
+    def of(self, key: BatchDescriptor) -> OfRunner | None:
+        """The runner of a key; None if it is gone, or the key is no runner's."""
+        return self.runners.get(runner_of(key))
 
     def graphs_are_gone(self) -> None:
         """Let go of what graphs wrote to."""

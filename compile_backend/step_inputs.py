@@ -199,6 +199,11 @@ class StepInputs:
         """Memory on the device."""
         return self._device_bytes.numel()
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in this memory on the device, which stays."""
+        start = self._device_bytes.data_ptr()
+        return start <= tensor.data_ptr() < start + self.num_bytes
+
     def layout(self, num_tokens: int, num_reqs: int, *, keep: bool = True) -> Layout:
         """Where the inputs of a padded batch lie.
 

@@ -33,11 +33,11 @@ class _Stored:
 
     Attributes:
         slots: that it reads.
-        keys: of the cache.
+        cache: the identity of the layer's; the runner keeps it alive.
     """
 
     slots: weakref.ref[torch.Tensor]
-    keys: weakref.ref[torch.Tensor]
+    cache: int
 
 
 class StoreAhead:
@@ -79,7 +79,7 @@ class StoreAhead:
         stored = self._stored.get(key)
         if stored is None:
             return None
-        slots, keys = stored.slots, stored.keys
+        slots, cache = stored.slots, stored.cache
 
         def run(
             query: torch.Tensor,
@@ -91,7 +91,7 @@ class StoreAhead:
             step, layer = found_layer(layer_name)
             if (
                 slots() is step.metadata.slot_mapping
-                and keys() is layer.cache.keys
+                and cache == id(layer.cache)
                 and layer.backend.stores_apart
             ):
                 attend(step, layer, query, output)
@@ -103,14 +103,16 @@ class StoreAhead:
     def _store(self, key: BatchDescriptor, results: Sequence[Any]) -> None:
         self._stored.pop(key, None)
         step, layer = found_layer(self._layer_name)
-        backend = layer.backend
-        if not step.slots_stay or not backend.stores_apart or not _may_be_captured(backend):
+        backend, slots = layer.backend, step.metadata.slot_mapping
+        runner = self._of_runners.of(key)
+        if runner is None or not runner.holds(slots):  # elsewhere in the next step
+            return
+        if not backend.stores_apart or not _may_be_captured(backend):
             return
         rows, values = (results[position] for position in self._positions)
         backend.store(rows, values, layer.cache, step.metadata)
-        self._of_runners.keep(key, layer.cache)
-        slots = step.metadata.slot_mapping
-        self._stored[key] = _Stored(weakref.ref(slots), weakref.ref(layer.cache.keys))
+        runner.kept[id(layer.cache)] = layer.cache
+        self._stored[key] = _Stored(weakref.ref(slots), id(layer.cache))
 
 
 def _may_be_captured(backend: AttentionBackend) -> bool:

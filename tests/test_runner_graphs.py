@@ -158,7 +158,7 @@ def test_without_copies_of_outputs() -> None:
 
 
 @pytest.mark.parametrize("register", ["register_forward_pre_hook", "register_forward_hook"])
-@pytest.mark.parametrize("whose", ["compiled", "own", "in place"])
+@pytest.mark.parametrize("whose", ["compiled", "own", "in place", "of a method"])
 def test_hooks_of_a_compiled_module_run_in_each_step(register: str, whose: str) -> None:
     calls = []
     with torch.no_grad():
@@ -167,6 +167,8 @@ def test_hooks_of_a_compiled_module_run_in_each_step(register: str, whose: str) 
         if whose == "in place":
             model.compile(options=OPTIONS, **COMPILE)
             called = model
+        elif whose == "of a method":
+            called = torch.compile(model.__call__, options=OPTIONS, **COMPILE)
 
         def hook(_module: Any, args: Any, kwargs: Any, *_outputs: Any) -> None:
             calls.append(1)
@@ -265,7 +267,7 @@ def key(number: int) -> BatchDescriptor:
 def test_inputs_are_brought_for_keys_of_runners_only() -> None:
     sent: list[BatchDescriptor] = []
     own: Any = Engine()
-    graphs = RunnerGraphs({1: OfRunner(own, sent.append), 2: OfRunner(own, None)})
+    graphs = RunnerGraphs({1: OfRunner(own, sent.append, bool), 2: OfRunner(own, None, bool)})
     call = graphs.opened(lambda x: x + 1)
     assert call(1) == 2
     for number in range(4):

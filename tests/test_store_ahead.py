@@ -21,6 +21,7 @@ from compile_backend.batch import BatchDescriptor, of_runner
 from compile_backend.config import CUDAGraphMode
 from compile_backend.context import ForwardContext, enter_forward_context
 from compile_backend.runner_graphs import RunnerGraphs
+from compile_backend.step_inputs import StepInputs
 from compile_backend.store_ahead import StoreAhead
 from compile_backend.support import AttentionCGSupport
 
@@ -151,6 +152,76 @@ def test_a_builder_of_another_class_has_slots_of_its_own() -> None:
     loop = make_loop("PIECEWISE", model, builder=builder)
     serve(loop)
     assert not any(stored_ahead(loop))
+
+
+def test_a_patched_builder_has_slots_of_its_own() -> None:
+    model = PagedToy()
+    builder = make_builder(model)
+    build = builder.build
+
+    def patched(*args: Any) -> Any:
+        step = build(*args)
+        slots = step.metadata.slot_mapping.clone()
+        return replace(step, metadata=replace(step.metadata, slot_mapping=slots))
+
+    builder.build = patched  # type: ignore[method-assign]
+    loop = make_loop("PIECEWISE", model, builder=builder)
+    serve(loop)
+    assert not any(stored_ahead(loop))
+
+
+@pytest.mark.parametrize("changed", ["values", "key_scale"])
+def test_a_cache_that_is_another_in_part_is_seen(changed: str) -> None:
+    loop, made = counting()
+    serve(loop, 2)
+    layers = loop.runner.builder.layers
+    for name, layer in list(layers.items()):
+        new = {"values": layer.cache.values.clone(), "key_scale": 1.0}[changed]
+        layers[name] = replace(layer, cache=replace(layer.cache, **{changed: new}))
+    for backend in made:
+        backend.calls.clear()
+    loop.step(loop.grow(0, 1))
+    calls = [call for backend in made for call in backend.calls]
+    # The graph of a CPU is Python and stores, and attention does so by itself.
+    assert calls.count("store") == 2 * calls.count("attend") == 2 * len(layers)
+
+
+class ReadsEarly(SdpaAttention):
+    """Makes of the tensors what all layers share, before the first of them runs."""
+
+    def prepare(self, metadata: Any) -> Any:
+        return metadata.seq_lens.clone()
+
+    def attend(self, query: Any, output: Any, cache: Any, metadata: Any, prepared: Any) -> None:
+        if metadata.host is not None:
+            true = metadata.host.seq_lens
+            assert prepared[: len(true)].tolist() == true.tolist()
+        super().attend(query, output, cache, metadata, prepared)
+
+
+def test_a_backend_may_read_the_step_before_the_first_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a device whose memory is not the host's, inputs are there before `prepare`."""
+    initialise = StepInputs.__init__
+
+    def apart(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(self, *args, **kwargs)
+        self._host_bytes = torch.zeros_like(self._device_bytes)
+
+    def send(self: Any, layout: Any) -> None:
+        source, target = layout.block
+        target.copy_(source)
+
+    monkeypatch.setattr(StepInputs, "__init__", apart)
+    monkeypatch.setattr(StepInputs, "send", send)
+    monkeypatch.setattr(StepInputs, "sending", lambda *_: None)
+    for kind, is_late in ((ReadsEarly, False), (Counting, True)):
+        loop, _ = counting(kind)
+        serve(loop)
+        steps = loop.runner._captured.piecewise._steps.values()
+        assert [step.sends_inputs for step in steps] == [is_late] * 2
+        loop.step(loop.grow(0, 1))
 
 
 @pytest.mark.parametrize("device", DEVICES)

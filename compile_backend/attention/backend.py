@@ -33,11 +33,14 @@ class AttentionBackend:
             never captured.
         plans_every_step: whether `prepare_for_graph` must run before every replay, since kernels
             read plans that depend on the lengths; else once, before the capture, is enough.
+        prepares_on_host: whether `prepare` reads none of the metadata's tensors, so that they may
+            be filled after it.
     """
 
     name: ClassVar[str]
     support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     plans_every_step: ClassVar[bool] = False
+    prepares_on_host: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec, cache: CacheFormat, device: torch.device) -> None:
         self.spec = spec

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from compile_backend import shortcuts
+from compile_backend.attention.backend import AttentionBackend
 from compile_backend.attention.metadata import AttentionMetadata, HostLengths, StepAttention
 from compile_backend.errors import ConfigError, number_of, shown
 from compile_backend.given_numbers import integers_of
@@ -76,9 +77,6 @@ class AttentionMetadataBuilder:
         self.max_query_len = cache.max_model_len
         self._cache = cache
         self._num_blocks = num_blocks
-        self._slots_stay = (
-            type(self) is AttentionMetadataBuilder
-        )  # others may have slots elsewhere
         self._limits = (cache.max_model_len, num_blocks, cache.block_size)
         self.input_spec = (
             InputSpec("query_start_loc", (Dim.NUM_REQS_PLUS_1,), torch.int32),
@@ -168,6 +166,16 @@ class AttentionMetadataBuilder:
             return None
         return (*(host[name] for name in _FILLED), *self._limits)
 
+    @property
+    def builds_on_host(self) -> bool:
+        """Whether `build` reads none of the tensors, so that they may be filled after it."""
+        if type(self) is not AttentionMetadataBuilder or "build" in vars(self):
+            return False
+        return all(
+            backend.prepares_on_host or type(backend).prepare is AttentionBackend.prepare
+            for backend in self._backends
+        )
+
     def build(
         self,
         batch: AttentionBatch,
@@ -204,7 +212,7 @@ class AttentionMetadataBuilder:
         prepared = {}
         for backend in self._backends:
             prepared[backend] = backend.prepare(metadata)
-        return StepAttention(self.layers, metadata, prepared, self._slots_stay)
+        return StepAttention(self.layers, metadata, prepared)
 
     def build_for_graph(
         self,

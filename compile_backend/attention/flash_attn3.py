@@ -49,6 +49,7 @@ class FlashAttention3(AttentionBackend):
 
     name: ClassVar[str] = "flash_attn_3"
     support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    prepares_on_host: ClassVar[bool] = True
 
     def __init__(self, spec: AttentionSpec, cache: CacheFormat, device: torch.device) -> None:
         super().__init__(spec, cache, device)

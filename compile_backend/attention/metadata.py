@@ -104,10 +104,8 @@ class StepAttention:
         layers: every layer by name.
         metadata: the batch.
         prepared: what each backend made of the batch before the step.
-        slots_stay: whether steps on the same tensors of a runner have this very `slot_mapping`.
     """
 
     layers: Mapping[str, AttentionLayer]
     metadata: AttentionMetadata
     prepared: Mapping[AttentionBackend, Any] = field(default_factory=dict)
-    slots_stay: bool = False

@@ -36,6 +36,7 @@ class TritonAttention(AttentionBackend):
 
     name: ClassVar[str] = "triton"
     support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    prepares_on_host: ClassVar[bool] = True
 
     def __init__(self, spec: AttentionSpec, cache: CacheFormat, device: torch.device) -> None:
         super().__init__(spec, cache, device)

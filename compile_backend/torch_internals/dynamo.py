@@ -147,12 +147,25 @@ def is_part_of_a_function() -> bool:
             return any(name not in _CALLS_ONLY for name in between)
         if module in _TRACING:
             between.clear()
+        elif has_forward_hooks(frame.f_locals.get("self")):
+            between.append("hooks")
         else:
             between.append(module)
         frame = frame.f_back
     return True
 
 
+def has_forward_hooks(module: object) -> bool:
+    """Whether hooks run around a module's `forward`, its own or those of all modules."""
+    if not isinstance(module, torch.nn.Module):
+        return False
+    tables = (vars(module), vars(sys.modules["torch.nn.modules.module"]))
+    return any(table.get(name) for table in tables for name in _FORWARD_HOOKS)
+
+
+_FORWARD_HOOKS = tuple(
+    f"{whose}_forward_{when}hooks" for whose in ("", "_global") for when in ("", "pre_")
+)
 _TRACING = ("torch._dynamo.convert_frame", "compile_backend.torch_internals.tracing")
 _CALLS_ONLY = ("torch.nn.modules.module", "torch.utils._contextlib")  # `no_grad` and its like
 

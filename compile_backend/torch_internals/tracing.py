@@ -14,10 +14,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from compile_backend.cache import NotStorableError
-from compile_backend.torch_internals.dynamo import callbacks_of
+from compile_backend.torch_internals.dynamo import callbacks_of, has_forward_hooks
 from compile_backend.torch_internals.stored_entry import Frame
 from compile_backend.torch_internals.traced_code import traced_by
 
@@ -142,13 +140,5 @@ def hooks_around(compiled: object) -> bool:
 
     Dynamo calls those of the module itself, and traces those of all modules in it.
     """
-    if not isinstance(compiled, torch.nn.Module):
-        return False
     original = getattr(compiled, "_orig_mod", compiled)
-    tables = (vars(compiled), vars(original), global_module_hooks())
-    return any(table.get(name) for table in tables for name in _FORWARD_HOOKS)
-
-
-_FORWARD_HOOKS = tuple(
-    f"{whose}_forward_{when}hooks" for whose in ("", "_global") for when in ("", "pre_")
-)
+    return has_forward_hooks(compiled) or has_forward_hooks(original)
