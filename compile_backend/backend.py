@@ -82,7 +82,7 @@ class CompiledFacts:
 
         Args:
             runner: that captures.
-            brings: to its graphs; heeded when it gets its number, since those graphs stay.
+            brings: to its graphs, which are dropped where it brought something else before.
         """
         held = [reference() for reference in self.runners]
         if not any(runner is one for one in held) and None not in held and held:
@@ -91,6 +91,11 @@ class CompiledFacts:
             held = [reference() for reference in self.runners]
         for number, one in enumerate(held, 1):
             if one is runner:
+                was = self.of_runners.runners[number]
+                if (was.send is None) != (brings.send is None):  # its graphs are of the other kind
+                    for built in self.graphs:
+                        built.graph.forget_runner(number)
+                    self.of_runners.runners[number] = brings
                 return number
             if one is None:
                 self.runners[number - 1] = self._register(runner, number, brings)

@@ -16,7 +16,7 @@ from compile_backend.batch import runner_of
 from compile_backend.context import current_forward_context
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     import torch
 
@@ -33,13 +33,13 @@ class OfRunner:
         send: puts the copy of a key's inputs on the stream; None where graphs are not to hold it,
             as where Python runs between the copy and the first piece.
         holds: whether a tensor lies where the runner's inputs do, at an address that stays.
-        kept: what its graphs write to besides, by identity.
+        kept: what its graphs write to besides, by whatever tells the graphs apart.
     """
 
     engine: GraphEngine
     send: Callable[[BatchDescriptor], None] | None
     holds: Callable[[torch.Tensor], bool]
-    kept: dict[int, object] = field(default_factory=dict)
+    kept: dict[Hashable, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ class StoreAhead:
             return
         rows, values = (results[position] for position in self._positions)
         backend.store(rows, values, layer.cache, step.metadata)
-        runner.kept[id(layer.cache)] = layer.cache
+        runner.kept[id(self), key] = layer.cache  # in place of what its last graph wrote to
         self._stored[key] = _Stored(weakref.ref(slots), id(layer.cache))
 
 

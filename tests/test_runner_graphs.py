@@ -184,6 +184,36 @@ def test_hooks_of_a_compiled_module_run_in_each_step(register: str, whose: str) 
                 checked(outputs, batch(2, value + 1))
 
 
+@pytest.mark.parametrize("again", ["recapture", "capture"])
+def test_a_hook_that_comes_or_goes_holds_from_the_next_capture_on(again: str) -> None:
+    def add_one(_module: Any, _args: Any, kwargs: Any) -> None:
+        kwargs["x"].add_(1)
+
+    with torch.no_grad():
+        called = compiled_rows()
+        runner = rows(called)
+        for hook in (None, add_one, None):
+            handle = hook and called.register_forward_pre_hook(hook, with_kwargs=True)
+            getattr(runner, again)(progress=False)
+            for value in range(4):
+                checked(runner.run(batch(2, value)), batch(2, value + (hook is not None)))
+            assert [step.sends_inputs for step in last_steps(runner)] == [True] * (hook is None)
+            if handle:
+                handle.remove()
+
+
+def test_steps_of_a_graph_module_are_known() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    attended = graph.call_function(torch.ops.toy.attn_new.default, (x,))
+    graph.output(graph.call_function(torch.add, (attended, 1)))
+    with torch.no_grad():
+        runner = rows(compiled_rows(torch.fx.GraphModule(torch.nn.Module(), graph)))
+        for value in range(3):
+            runner.run(batch(2, value))
+    assert len(last_steps(runner)) == 1
+
+
 @torch._dynamo.disable
 def add_five(x: torch.Tensor) -> None:
     x.add_(5)

@@ -286,12 +286,33 @@ def test_caches_go_with_their_runner(device: str) -> None:
     facts = cudagraph_modes.facts(called)
     assert facts is not None
     (brought,) = facts.of_runners.runners.values()
-    assert len(brought.kept) == len(builder.layers)
+    assert len({id(cache) for cache in brought.kept.values()}) == len(builder.layers)
     del builder, loop, brought
     gc.collect()
     assert not facts.of_runners.runners
     if device != "cpu":  # graphs of the reference are Python, with their context
         assert cache() is None
+
+
+def test_graphs_that_are_captured_again_let_go_of_old_caches() -> None:
+    """As where an engine renews weights and caches together, again and again."""
+    loop = make_loop("PIECEWISE", sizes=(2, 4))
+    first, second = loop.add(range(1, 40)), loop.add(range(5, 44))
+    layers = loop.runner.builder.layers
+    caches: list[weakref.ref[torch.Tensor]] = []
+    for _ in range(3):
+        for name, layer in list(layers.items()):
+            caches.append(weakref.ref(layer.cache.keys))
+            cache = LayerCache(layer.cache.keys.clone(), layer.cache.values.clone())
+            layers[name] = replace(layer, cache=cache)
+        del layer, cache
+        weight = loop.model.out[0].weight
+        loop.model.out[0].weight = torch.nn.Parameter(weight.detach().clone())
+        for _ in range(2):  # each key is captured again
+            loop.step([(first, 1), (second, 1)])
+            loop.step([(first, 2), (second, 1)])
+        gc.collect()
+        assert all(reference() is None for reference in caches)
 
 
 def test_a_recapture_lets_go_of_old_caches() -> None:

@@ -167,7 +167,11 @@ _FORWARD_HOOKS = tuple(
     f"{whose}_forward_{when}hooks" for whose in ("", "_global") for when in ("", "pre_")
 )
 _TRACING = ("torch._dynamo.convert_frame", "compile_backend.torch_internals.tracing")
-_CALLS_ONLY = ("torch.nn.modules.module", "torch.utils._contextlib")  # `no_grad` and its like
+_CALLS_ONLY = (
+    "torch.nn.modules.module",
+    "torch.fx.graph_module",
+    "torch.utils._contextlib",  # `no_grad` and its like
+)
 
 
 def autocast_is_on() -> bool:
