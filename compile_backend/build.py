@@ -269,7 +269,6 @@ class _Wrappers:
             is_for_runners: whether runners have its graphs in memory of their own.
         """
         config = self.config
-        others = {"engine_of": self.of_runners.engine_of} if is_for_runners else {}
         return CUDAGraphWrapper(
             runnable,
             mode,
@@ -282,7 +281,7 @@ class _Wrappers:
             check_addresses=config.debug == "addresses",
             verify=config.debug == "verify",
             unwritten_outputs=unwritten,
-            **others,
+            engine_of=self.of_runners.engine_of if is_for_runners else None,
         )
 
     def of_partition(

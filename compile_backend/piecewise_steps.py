@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compile_backend.inputs import InputClass
-from compile_backend.torch_internals.dynamo import autocast_is_on
+from compile_backend.torch_internals.dynamo import autocast_is_on, hooks_around
 from compile_backend.torch_internals.graphs import tree_leaves, tree_map
-from compile_backend.torch_internals.tracing import hooks_around
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -145,12 +144,7 @@ class PiecewiseSteps:
             inputs: the model's, at addresses that stay.
         """
         graphs = list(self._compiled.graphs)
-        is_usual = (
-            all(built.is_whole for built in graphs)
-            and not autocast_is_on()
-            and not hooks_around(self._model)
-        )
-        if self._attempts[key] >= _MAX_ATTEMPTS or not is_usual:
+        if self._attempts[key] >= _MAX_ATTEMPTS or not self._is_usual(graphs):
             return call()
         self._attempts[key] += 1
         known = {id(item) for item in (*self._weights.tensors(), *inputs)}
@@ -184,6 +178,14 @@ class PiecewiseSteps:
         if returned is not None:
             self._steps[key] = replace(step, returned=returned)
         return result
+
+    def _is_usual(self, graphs: Sequence[BuiltGraph]) -> bool:
+        """Whether a call of the model is nothing but a graph."""
+        return (
+            all(built.is_whole for built in graphs)
+            and not autocast_is_on()
+            and not hooks_around(self._model)
+        )
 
     def _num_steps(self) -> int:
         return sum(row.steps for stats in self._compiled.stats() for row in stats.rows.values())

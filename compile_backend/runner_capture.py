@@ -27,8 +27,7 @@ from compile_backend.runner_graphs import OfRunner
 from compile_backend.runner_mode import NOT_COMPILED, resolve_for_runner
 from compile_backend.runner_report import CaptureMeter, graphs_by_mode
 from compile_backend.runner_steps import RunnerSteps
-from compile_backend.torch_internals.dynamo import size_1_like_any_other
-from compile_backend.torch_internals.tracing import hooks_around
+from compile_backend.torch_internals.dynamo import hooks_around, size_1_like_any_other
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence

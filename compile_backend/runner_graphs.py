@@ -52,38 +52,40 @@ class RunnerGraphs:
 
     runners: dict[int, OfRunner] = field(default_factory=dict)
 
+    def of(self, key: BatchDescriptor) -> OfRunner | None:
+        """The runner of a key; None if it is gone, or the key is no runner's."""
+        return self.runners.get(runner_of(key))
+
     def opened(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """A first piece that brings its runner's inputs before it runs."""
 
         def run(*args: Any) -> Any:
-            context = current_forward_context()
-            key = None if context is None else context.batch_descriptor
-            if key is not None:
-                self._send(key)
+            key = running_key()
+            runner = None if key is None else self.of(key)
+            if key is not None and runner is not None and runner.send is not None:
+                runner.send(key)
             return call(*args)
 
         return run
 
     def sends(self, key: BatchDescriptor) -> bool:
         """Whether the first graph of a key brings the inputs."""
-        runner = self.runners.get(runner_of(key))
+        runner = self.of(key)
         return runner is not None and runner.send is not None
 
     def engine_of(self, key: BatchDescriptor) -> GraphEngine | None:
         """What captures a last piece; None for keys that are no runner's."""
-        runner = self.runners.get(runner_of(key))
+        runner = self.of(key)
         return None if runner is None else runner.engine
-
-    def of(self, key: BatchDescriptor) -> OfRunner | None:
-        """The runner of a key; None if it is gone, or the key is no runner's."""
-        return self.runners.get(runner_of(key))
 
     def graphs_are_gone(self) -> None:
         """Let go of what graphs wrote to."""
         for runner in self.runners.values():
             runner.kept.clear()
 
-    def _send(self, key: BatchDescriptor) -> None:
-        runner = self.runners.get(runner_of(key))
-        if runner is not None and runner.send is not None:
-            runner.send(key)
+
+def running_key() -> BatchDescriptor | None:
+    """The key of the step that runs, if it is a runner's."""
+    context = current_forward_context()
+    key = None if context is None else context.batch_descriptor
+    return key if key is not None and runner_of(key) else None

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from compile_backend.attention.backend import AttentionBackend
 from compile_backend.attention.ops import attend, found_layer, store_and_attend
-from compile_backend.batch import runner_of
-from compile_backend.context import current_forward_context
+from compile_backend.runner_graphs import running_key
 from compile_backend.support import AttentionCGSupport
 
 if TYPE_CHECKING:
@@ -62,9 +61,8 @@ class StoreAhead:
 
         def run(*args: Any) -> Sequence[Any]:
             results = call(*args)
-            context = current_forward_context()
-            key = None if context is None else context.batch_descriptor
-            if key is not None and runner_of(key):
+            key = running_key()
+            if key is not None:
                 self._store(key, results)
             return results
 

@@ -26,13 +26,13 @@ import torch.fx
 from compile_backend.cache import NotStorableError
 from compile_backend.description import Description
 from compile_backend.torch_internals.compile_settings import compile_settings, tracing_settings
+from compile_backend.torch_internals.dynamo import global_module_hooks
 from compile_backend.torch_internals.source_pickler import read, written
 from compile_backend.torch_internals.stored_entry import Frame, entry, installed_globals
 from compile_backend.torch_internals.stored_graph import StoredGraph, revived, stored
 from compile_backend.torch_internals.traced_code import StoredCode, Traced
 from compile_backend.torch_internals.tracing import (
     Watcher,
-    global_module_hooks,
     missing_names,
     watch,
 )

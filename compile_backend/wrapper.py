@@ -43,10 +43,6 @@ class _Entry:
     failure: str | None = None
 
 
-def _no_other(_: BatchDescriptor) -> None:
-    return None
-
-
 class CUDAGraphWrapper:
     """Runs a callable eagerly, or captures it and replays the graph, as the context says.
 
@@ -91,7 +87,7 @@ class CUDAGraphWrapper:
         check_addresses: bool = False,
         verify: bool = False,
         unwritten_outputs: frozenset[int] = frozenset(),
-        engine_of: Callable[[BatchDescriptor], GraphEngine | None] = _no_other,
+        engine_of: Callable[[BatchDescriptor], GraphEngine | None] | None = None,
     ) -> None:
         runtime_mode = CUDAGraphMode.parse(runtime_mode, option="runtime_mode")
         if runtime_mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
@@ -195,7 +191,8 @@ class CUDAGraphWrapper:
         entry = self._entry(key)
         start = time.perf_counter()
         try:
-            engine = self._engine_of(key) or self._engine
+            own = None if self._engine_of is None else self._engine_of(key)
+            engine = own or self._engine
             graph = engine.capture(self._runnable, args, entry.trial or Trial())
         except CaptureError as error:
             entry.failure = str(error)

@@ -53,7 +53,7 @@ def start_up_results(
             told = {}
             for temperature in ("cold", "warm"):
                 with watch.phase(f"start {name}, {temperature}"):
-                    told[temperature] = _process(asked, Path(directory))
+                    told[temperature] = first_call(asked, Path(directory))
             found[name] = told
     return found
 
@@ -79,8 +79,15 @@ def _ways(request: BenchRequest) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, {**asked, "path": path, "variant": OURS, "mode": mode}
 
 
-def _process(asked: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+def first_call(asked: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Run one process on the caches in a directory.
+
+    Args:
+        asked: as for `bench.first_call`.
+        directory: of the caches.
+
+    Returns:
+        What the process told, and its seconds, `process_s`.
 
     Raises:
         RuntimeError: it failed, or took too long.

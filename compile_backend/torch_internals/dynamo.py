@@ -20,23 +20,34 @@ def calling_compile() -> object | None:
     Dynamo hands a backend no identity of its caller, yet `stats(compiled)` must find what was
     compiled for `compiled`.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if type(owner).__name__ == "_TorchCompileWrapper":
-            return owner
-        frame = frame.f_back
-    return None
+    frame = _frame_of_compile()
+    return None if frame is None else frame.f_locals["self"]
 
 
 def options_at_lookup() -> object:
     """The options of the `torch.compile` call that looks a backend up right now; else None."""
+    frame = _frame_of_compile()
+    return None if frame is None else frame.f_locals.get("options")
+
+
+def _frame_of_compile() -> FrameType | None:
+    """The innermost frame of a `torch.compile` call's object."""
+    return next(
+        (
+            frame
+            for frame in _frames()
+            if type(frame.f_locals.get("self")).__name__ == "_TorchCompileWrapper"
+        ),
+        None,
+    )
+
+
+def _frames() -> Iterator[FrameType]:
+    """Whoever calls, from the inside out."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if type(frame.f_locals.get("self")).__name__ == "_TorchCompileWrapper":
-            return frame.f_locals.get("options")
+        yield frame
         frame = frame.f_back
-    return None
 
 
 def compile_behind(compiled: object) -> object | None:
@@ -139,9 +150,8 @@ def is_part_of_a_function() -> bool:
     To be asked while the backend runs. That is what a graph break before the first op leaves, and
     a function that Dynamo does not trace but for what it calls.
     """
-    frame: FrameType | None = sys._getframe()
     between: list[str] = []  # modules of the frames outside of the tracing
-    while frame is not None:
+    for frame in _frames():
         module = frame.f_globals.get("__name__", "")
         if frame.f_code.co_name == "compile_wrapper" and module == "torch._dynamo.eval_frame":
             return any(name not in _CALLS_ONLY for name in between)
@@ -151,16 +161,29 @@ def is_part_of_a_function() -> bool:
             between.append("hooks")
         else:
             between.append(module)
-        frame = frame.f_back
     return True
+
+
+def hooks_around(compiled: object) -> bool:
+    """Whether hooks run around a compiled module, in Python that none of its graphs holds.
+
+    Dynamo calls those of the module itself, and traces those of all modules in it.
+    """
+    return has_forward_hooks(compiled) or has_forward_hooks(getattr(compiled, "_orig_mod", None))
 
 
 def has_forward_hooks(module: object) -> bool:
     """Whether hooks run around a module's `forward`, its own or those of all modules."""
     if not isinstance(module, torch.nn.Module):
         return False
-    tables = (vars(module), vars(sys.modules["torch.nn.modules.module"]))
+    tables = (vars(module), global_module_hooks())
     return any(table.get(name) for table in tables for name in _FORWARD_HOOKS)
+
+
+def global_module_hooks() -> dict[str, Any]:
+    """Hooks that are called for modules of all kinds."""
+    module = sys.modules["torch.nn.modules.module"]
+    return {name: hooks for name, hooks in vars(module).items() if name.startswith("_global_")}
 
 
 _FORWARD_HOOKS = tuple(
@@ -185,8 +208,7 @@ def leaves_something_behind() -> bool:
     To be asked while the backend runs: Dynamo, whose frames are searched, does the storing after
     each call of the graph.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame in _frames():
         side_effects = getattr(frame.f_locals.get("self"), "side_effects", None)
         if side_effects is not None:
             return bool(side_effects.tensor_hooks) or any(
@@ -195,7 +217,6 @@ def leaves_something_behind() -> bool:
                 and not _stores_what_is_there(side_effects, item)
                 for item in side_effects.id_to_variable.values()
             )
-        frame = frame.f_back
     return True
 
 

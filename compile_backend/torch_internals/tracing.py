@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from compile_backend.cache import NotStorableError
-from compile_backend.torch_internals.dynamo import callbacks_of, has_forward_hooks
+from compile_backend.torch_internals.dynamo import callbacks_of
 from compile_backend.torch_internals.stored_entry import Frame
 from compile_backend.torch_internals.traced_code import traced_by
 
@@ -127,18 +127,3 @@ class _Converter:
 
 def _itself(converter: Any) -> Any:
     return converter
-
-
-def global_module_hooks() -> dict[str, Any]:
-    """Hooks that are called for modules of all kinds."""
-    module = sys.modules["torch.nn.modules.module"]
-    return {name: hooks for name, hooks in vars(module).items() if name.startswith("_global_")}
-
-
-def hooks_around(compiled: object) -> bool:
-    """Whether hooks run around a compiled module, in Python that none of its graphs holds.
-
-    Dynamo calls those of the module itself, and traces those of all modules in it.
-    """
-    original = getattr(compiled, "_orig_mod", compiled)
-    return has_forward_hooks(compiled) or has_forward_hooks(original)
