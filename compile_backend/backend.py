@@ -89,27 +89,20 @@ class CompiledFacts:
             del held
             gc.collect()  # a runner is part of cycles
             held = [reference() for reference in self.runners]
-        for number, one in enumerate(held, 1):
-            if one is runner:
-                was = self.of_runners.runners[number]
-                if (was.send is None) != (brings.send is None):  # its graphs are of the other kind
-                    for built in self.graphs:
-                        built.graph.forget_runner(number)
-                    self.of_runners.runners[number] = brings
-                return number
-            if one is None:
-                self.runners[number - 1] = self._register(runner, number, brings)
-                for built in self.graphs:
-                    built.graph.forget_runner(number)
-                return number
-        number = len(self.runners) + 1
-        self.runners.append(self._register(runner, number, brings))
+        of_runners = self.of_runners.runners
+        places = [place for place, one in enumerate(held) if one is runner]
+        places += [place for place, one in enumerate(held) if one is None]
+        place = next(iter(places), len(held))
+        number = place + 1
+        was = of_runners.get(number)
+        if was is not None and (was.send is None) == (brings.send is None):
+            return number  # else its graphs are of the other kind
+        for built in self.graphs:
+            built.graph.forget_runner(number)
+        of_runners[number] = brings
+        gone = weakref.ref(runner, lambda _: of_runners.pop(number, None))
+        self.runners[place : place + 1] = [gone]
         return number
-
-    def _register(self, runner: object, number: int, brings: OfRunner) -> weakref.ref[object]:
-        held = self.of_runners.runners
-        held[number] = brings
-        return weakref.ref(runner, lambda _: held.pop(number, None))
 
     def num_eager_sections(self) -> int:
         """Sections between pieces, over all graphs."""

@@ -174,6 +174,10 @@ class Pins:
             return None
         return [(item.members[0], item.target) for item in held.copied]
 
+    def forget(self, key: Hashable) -> None:
+        """Forget one key; none of its graphs is left."""
+        self._keys.pop(key, None)
+
     def reset(self) -> None:
         """Forget every key."""
         self._keys.clear()

@@ -71,6 +71,9 @@ class SectionRunner(Protocol):
     def drop(self, key: BatchDescriptor) -> None:
         """Drop the graph of one key; the next step captures it again."""
 
+    def forget(self, key: BatchDescriptor) -> None:
+        """Drop all that is known of one key, which may come again as another runner's."""
+
     def reset(self) -> None:
         """Drop every graph and all static memory."""
 
@@ -267,6 +270,9 @@ class CompiledGraph:
         with self._one_at_a_time:
             for mode, key in [seen for seen in self._seen if runner_of(seen[1]) == number]:
                 self._drop_graphs(key)
+                self._full.forget(key)
+                for section in self._programs.runners:
+                    section.forget(key)
                 self._moves_in_a_row.pop(key, None)
                 self._inputs.forget(key)
                 self._seen.discard((mode, key))

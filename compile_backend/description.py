@@ -64,8 +64,11 @@ _OF_EVERY_CLASS = frozenset(
     }
 )
 _HEAP_TYPE = 1 << 9
-# Numbers that transformers and torch make of hashes of texts and of addresses.
-_OF_ONE_PROCESS = frozenset({"._original_object_hash", "._torchdynamo_wrapper_id"})
+# Numbers that transformers and torch make of hashes of texts and of addresses; and what a module
+# is compiled in place by, from which all that this process compiled can be reached.
+_OF_ONE_PROCESS = frozenset(
+    {"._original_object_hash", "._torchdynamo_wrapper_id", "._compiled_call_impl"}
+)
 
 
 class Description:
@@ -206,7 +209,7 @@ class Description:
     def _within(self, name: str, value: object) -> None:
         self._path.append(name)
         self._tell(name)
-        if name in _OF_ONE_PROCESS:
+        if name in _OF_ONE_PROCESS and value is not None:
             self._leave_open(value)
         else:
             self._value(value)

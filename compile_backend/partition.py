@@ -150,6 +150,8 @@ class _Steps:
         self._planned.pop(key, None)
         self._attempts.pop(key, None)
 
+    forget = drop  # plans are all that is known here
+
     def reset(self) -> None:
         """Plan all steps anew."""
         self._planned.clear()

@@ -192,6 +192,12 @@ class PartitionRunner:
         if held is not None:
             held.captured_at = None
 
+    def forget(self, key: BatchDescriptor) -> None:
+        """Drop all that is known of one key."""
+        self._wrapper.forget(key)
+        self._keys.pop(key, None)
+        self._uncapturable.discard(key)
+
     def reset(self) -> None:
         """Drop every graph and all static memory."""
         self._wrapper.reset()

@@ -83,6 +83,10 @@ class UncapturedRunner:
     def drop(self, key: BatchDescriptor) -> None:
         """Nothing to drop: there is no graph here."""
 
+    def forget(self, key: BatchDescriptor) -> None:
+        """Forget one key, which has no graphs any more."""
+        self._pins.forget(key)
+
     def reset(self) -> None:
         """Forget every key."""
         self._pins.reset()
@@ -129,6 +133,11 @@ class PieceRunner:
     def drop(self, key: BatchDescriptor) -> None:
         """Drop the piece's graph for one key; the next step captures it again."""
         self._wrapper.drop(key)
+
+    def forget(self, key: BatchDescriptor) -> None:
+        """Drop all that is known of one key."""
+        self._wrapper.forget(key)
+        self._uncaptured.forget(key)
 
     def reset(self) -> None:
         """Drop the piece's graphs."""

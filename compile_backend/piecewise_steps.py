@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compile_backend.inputs import InputClass
-from compile_backend.torch_internals.dynamo import autocast_is_on, hooks_around
+from compile_backend.torch_internals.dynamo import autocast_is_on, python_around
 from compile_backend.torch_internals.graphs import tree_leaves, tree_map
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class PiecewiseStep:
         plan: by which the graph ran; another one is for other arguments.
         args: of the graph.
         returned: what the model returns, with `_Output` in place of tensors.
-        sends_inputs: whether the plan's first graph brings the inputs to the device.
+        holds_copy: whether the plan's first graph brings the inputs to the device.
+        builder: of attention's metadata, which is made before; None if there is none.
     """
 
     graph: CompiledGraph
@@ -58,7 +59,14 @@ class PiecewiseStep:
     plan: ReplayPlan
     args: Sequence[Any]
     returned: Any
-    sends_inputs: bool
+    holds_copy: bool
+    builder: object
+
+    @property
+    def sends_inputs(self) -> bool:
+        """Whether `repeat` brings the inputs in time: nothing reads them on the device before."""
+        builder = self.builder
+        return self.holds_copy and (builder is None or getattr(builder, "builds_on_host", False))
 
     def repeat(self, metadata: Any) -> Any | None:
         """Another such step, on inputs that are filled; None if it cannot be any more.
@@ -82,8 +90,7 @@ class PiecewiseSteps:
     Args:
         model: as the runner calls it.
         compiled: the model's graphs.
-        builder: of attention's metadata, which is made before the first piece runs; None if there
-            is none.
+        builder: of attention's metadata; None if there is none.
         weights: the model's; whoever looks after them calls `forget`.
     """
 
@@ -97,8 +104,7 @@ class PiecewiseSteps:
         self._compiled = compiled
         self._weights = weights
         self._model = model
-        # A builder that reads its tensors on the device needs them filled before.
-        self._may_send_late = builder is None or bool(getattr(builder, "builds_on_host", False))
+        self._builder = builder
         self._steps: dict[BatchDescriptor, PiecewiseStep] = {}
         self._attempts: Counter[BatchDescriptor] = Counter()
 
@@ -155,10 +161,9 @@ class PiecewiseSteps:
                 graph_key: BatchDescriptor, plan: ReplayPlan, args: Sequence[Any], outputs: Any
             ) -> None:
                 if _stay(built, args, known):
-                    sends = self._may_send_late and built.graph.sends_inputs(graph_key)
-                    seen.append(
-                        PiecewiseStep(built.graph, graph_key, plan, tuple(args), outputs, sends)
-                    )
+                    holds_copy, own = built.graph.sends_inputs(graph_key), self._builder
+                    facts = (built.graph, graph_key, plan, tuple(args), outputs, holds_copy, own)
+                    seen.append(PiecewiseStep(*facts))
 
             return record
 
@@ -184,7 +189,7 @@ class PiecewiseSteps:
         return (
             all(built.is_whole for built in graphs)
             and not autocast_is_on()
-            and not hooks_around(self._model)
+            and not python_around(self._model)
         )
 
     def _num_steps(self) -> int:

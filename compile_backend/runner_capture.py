@@ -27,7 +27,7 @@ from compile_backend.runner_graphs import OfRunner
 from compile_backend.runner_mode import NOT_COMPILED, resolve_for_runner
 from compile_backend.runner_report import CaptureMeter, graphs_by_mode
 from compile_backend.runner_steps import RunnerSteps
-from compile_backend.torch_internals.dynamo import hooks_around, size_1_like_any_other
+from compile_backend.torch_internals.dynamo import python_around, size_1_like_any_other
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -126,8 +126,8 @@ class RunnerCapture:
             parts.ranks.check_same(parts.limits)
         with torch.inference_mode(False), torch.no_grad():
             if parts.compiled is not None:
-                # Hooks may write to the inputs after they came; their graphs do not bring them.
-                send = None if hooks_around(parts.model) else _sending(parts.model_steps)
+                # Python may write to the inputs after they came; graphs do not bring them then.
+                send = None if python_around(parts.model) else _sending(parts.model_steps)
                 brings = OfRunner(parts.engine, send, parts.loader.inputs.holds)
                 parts.model_steps.number = parts.compiled.number_of(runner, brings)
                 cudagraph_modes.store_traces(parts.model)

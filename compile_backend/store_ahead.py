@@ -32,11 +32,11 @@ class _Stored:
 
     Attributes:
         slots: that it reads.
-        cache: the identity of the layer's; the runner keeps it alive.
+        layer: the identity of the layer, with its cache and backend; the runner keeps it alive.
     """
 
     slots: weakref.ref[torch.Tensor]
-    cache: int
+    layer: int
 
 
 class StoreAhead:
@@ -71,13 +71,13 @@ class StoreAhead:
     def attend_only(self, key: BatchDescriptor) -> Callable[..., None] | None:
         """Attention for steps in which the graph before has stored; None where it does not.
 
-        It takes the arguments of the op, and stores by itself if the step has other slots, or the
-        layer another cache.
+        It takes the arguments of the op, and stores by itself if the step has other slots, or it
+        is another layer, as one with another cache or backend.
         """
         stored = self._stored.get(key)
         if stored is None:
             return None
-        slots, cache = stored.slots, stored.cache
+        slots, stored_layer = stored.slots, stored.layer
 
         def run(
             query: torch.Tensor,
@@ -89,7 +89,7 @@ class StoreAhead:
             step, layer = found_layer(layer_name)
             if (
                 slots() is step.metadata.slot_mapping
-                and cache == id(layer.cache)
+                and stored_layer == id(layer)
                 and layer.backend.stores_apart
             ):
                 attend(step, layer, query, output)
@@ -109,11 +109,11 @@ class StoreAhead:
             return
         rows, values = (results[position] for position in self._positions)
         backend.store(rows, values, layer.cache, step.metadata)
-        runner.kept[id(self), key] = layer.cache  # in place of what its last graph wrote to
-        self._stored[key] = _Stored(weakref.ref(slots), id(layer.cache))
+        runner.kept[id(self), key] = layer  # in place of that whose cache its last graph wrote to
+        self._stored[key] = _Stored(weakref.ref(slots), id(layer))
 
 
 def _may_be_captured(backend: AttentionBackend) -> bool:
     """Whether its store may: that of the package, and others where the whole of it may be."""
-    is_ours = type(backend).store is AttentionBackend.store
+    is_ours = getattr(backend.store, "__func__", None) is AttentionBackend.store
     return is_ours or backend.support is not AttentionCGSupport.NEVER

@@ -176,6 +176,10 @@ class CUDAGraphWrapper:
         entry = self._entries.get(key)
         return None if entry is None else entry.failure
 
+    def forget(self, key: BatchDescriptor) -> None:
+        """Drop all that is known of one key; its next call is the first one."""
+        self._entries.pop(key, None)
+
     def drop(self, key: BatchDescriptor) -> None:
         """Drop one graph; its next call captures again, without another warm-up."""
         entry = self._entries.get(key)

@@ -202,6 +202,28 @@ def test_a_hook_that_comes_or_goes_holds_from_the_next_capture_on(again: str) ->
                 handle.remove()
 
 
+class Called(Rows):
+    def __call__(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        add_five(x)
+        return super().__call__(x)
+
+
+@pytest.mark.parametrize("how", ["a call of its own", "another forward"])
+def test_python_around_the_compiled_call_runs_in_each_step(how: str) -> None:
+    with torch.no_grad():
+        if how == "a call of its own":
+            called = Called()
+            called.compile(options=OPTIONS, **COMPILE)
+        else:
+            called = compiled_rows()
+            forward = called.forward
+            called.forward = lambda x: forward(x.add_(5))
+        runner = rows(called)
+        for value in range(6):
+            checked(runner.run(batch(4, value)), batch(4, value + 5))
+    assert not last_steps(runner)
+
+
 def test_steps_of_a_graph_module_are_known() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

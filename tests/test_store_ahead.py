@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from dataclasses import replace
@@ -222,6 +223,76 @@ def test_a_backend_may_read_the_step_before_the_first_piece(
         steps = loop.runner._captured.piecewise._steps.values()
         assert [step.sends_inputs for step in steps] == [is_late] * 2
         loop.step(loop.grow(0, 1))
+
+
+def read_early(metadata: Any) -> Any:
+    return metadata.seq_lens.clone()
+
+
+@pytest.mark.parametrize("where", ["backend", "class", "builder"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_reads_the_step_early_may_be_put_there_later(
+    where: str, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs come before it from then on, whether graphs were captured already or not."""
+    monkeypatch.setattr(Counting, "prepare", Counting.prepare)
+    loop, made = counting(is_captured=False)
+    builder = loop.runner.builder
+    build = builder.build
+
+    def put() -> None:
+        if where == "backend":
+            made[0].prepare = read_early
+        elif where == "class":
+            monkeypatch.setattr(Counting, "prepare", lambda _, metadata: read_early(metadata))
+        else:
+            builder.build = functools.partial(build)
+
+    if not is_late:
+        put()
+    loop.runner.capture(progress=False)
+    serve(loop)
+    steps = loop.runner._captured.piecewise._steps.values()
+    assert [step.sends_inputs for step in steps] == [is_late] * 2
+    put()
+    assert [step.sends_inputs for step in steps] == [False] * 2
+    loop.step(loop.grow(0, 1))
+
+
+class Negative(SdpaAttention):
+    """Keeps keys with the other sign, so that it reads no cache but its own."""
+
+    def store(self, key: Any, value: Any, cache: Any, metadata: Any) -> None:
+        super().store(-key, value, cache, metadata)
+
+    def attend(self, query: Any, *rest: Any) -> None:
+        super().attend(-query, *rest)
+
+
+def test_another_backend_on_the_same_cache_is_seen() -> None:
+    loop, _ = counting()
+    serve(loop, 2)
+    layers = loop.runner.builder.layers
+    loop.runner.builder.layers = {
+        name: replace(layer, backend=Negative(SPEC, CACHE, CPU)) for name, layer in layers.items()
+    }
+    loop.done = [0] * len(loop.done)
+    loop.step([(0, 3), (1, 3)])
+    for _ in range(3):
+        loop.step([(0, 1), (1, 1)])
+
+
+def test_a_store_of_an_instance_is_no_store_of_the_class() -> None:
+    class Never(SdpaAttention):
+        support = AttentionCGSupport.NEVER
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.store = functools.partial(self.store)  # type: ignore[method-assign]
+
+    loop, _ = counting(Never)
+    serve(loop)
+    assert stored_ahead(loop) == [False] * 2
 
 
 @pytest.mark.parametrize("device", DEVICES)

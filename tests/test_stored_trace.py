@@ -122,16 +122,21 @@ class Guarding(Model):
         return x if self.source is not None else x * 2
 
 
-def serve(directory: Path | str, model: Any = None, **options: Any) -> tuple[Any, int, list[Any]]:
+def serve(
+    directory: Path | str, model: Any = None, *, in_place: bool = False, **options: Any
+) -> tuple[Any, int, list[Any]]:
     """Serve a model as a new process would; the loop, the frames traced, and its logits.
 
     Every step is compared with the dense model.
     """
     torch._dynamo.reset()
     counters.clear()
-    compile_options = {"cache_dir": str(directory), **options}
+    compile_options = {"piece_compiler": "eager", "cache_dir": str(directory), **options}
     model = model or Model()
-    loop = make_loop(model=model, called=compiled(model, **compile_options), sizes=(1, 8))
+    if in_place:
+        model.compile(backend="cudagraph_modes", options=compile_options)
+    called = model if in_place else compiled(model, **compile_options)
+    loop = make_loop(model=model, called=called, sizes=(1, 8))
     first, second = loop.add([3, 1, 4, 1, 5]), loop.add([9, 2, 6])
     logits = [loop.step([(first, 5), (second, 3)])]
     for highest in MODES:
@@ -177,6 +182,18 @@ def test_a_stored_trace_serves_every_mode_and_size(stored: tuple[Path, list[Any]
     assert report.mode_resolved == ("FULL_AND_PIECEWISE",)
     assert report.eager_sections
     assert loop.runner.report().num_graphs
+
+
+def test_a_module_compiled_in_place_is_served_past_others(tmp_path: Path) -> None:
+    """All that a process compiled can be reached from such a module, and is none of its trace."""
+    other, *_ = serve(tmp_path / "other", Model(seed=3), in_place=True)
+    _, num_traced, expected = serve(tmp_path / "one", in_place=True)
+    assert num_traced > 0
+    _, num_traced, logits = serve(tmp_path / "one", in_place=True)
+    assert num_traced == 0
+    for one, wanted in zip(logits, expected, strict=True):
+        torch.testing.assert_close(one, wanted, rtol=0, atol=0)
+    assert other.ran()
 
 
 def test_other_weights_of_the_same_kind_are_read(stored: tuple[Path, list[Any]]) -> None:

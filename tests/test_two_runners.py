@@ -7,9 +7,20 @@ import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from paged_toy import Loop, PagedToy, compiled, make_builder, make_loop
+import torch
+from paged_toy import (
+    MAX_MODEL_LEN,
+    SPEC,
+    Loop,
+    PagedToy,
+    compiled,
+    make_builder,
+    make_loop,
+)
 
 from compile_backend import CUDAGraphMode, stats
+from compile_backend.attention.sdpa import SdpaAttention
+from compile_backend.attention.spec import CacheFormat
 from compile_backend.batch import runner_of
 
 if TYPE_CHECKING:
@@ -18,6 +29,8 @@ if TYPE_CHECKING:
     from compile_backend.stats import Report
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
+CPU = torch.device("cpu")
+CACHE = CacheFormat(block_size=4, dtype=torch.float32, max_model_len=MAX_MODEL_LEN)
 
 
 def loops_on(called: Any, model: PagedToy, number: int = 2, **options: Any) -> list[Loop]:
@@ -114,3 +127,57 @@ def test_recapture_of_one_serves_both() -> None:
     for loop in (second, first, second, first):
         loop.step(loop.grow(0))
     assert second.ran() == {"PIECEWISE": [1] * 5 + [4]}
+
+
+def test_what_failed_for_one_is_tried_again_for_the_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL, "compile_backend")  # records would keep the runner alive
+
+    class Syncing(SdpaAttention):
+        def store(self, key: Any, value: Any, cache: Any, metadata: Any) -> None:
+            metadata.slot_mapping.max().item()
+            super().store(key, value, cache, metadata)
+
+    model = PagedToy()
+    called = compiled(model)
+    reports = []
+    for kind in (Syncing, SdpaAttention):
+        builder = make_builder(model, backend=lambda _, kind=kind: kind(SPEC, CACHE, CPU))
+        loop = make_loop("PIECEWISE", model, called=called, builder=builder)
+        in_turns([loop], 4)
+        reports.append(loop.runner.report())
+        number = loop.runner._parts.model_steps.number
+        del loop, builder
+        gc.collect()
+    assert number == 1
+    failed = [sum(row.failed_captures for row in report.by_key.values()) for report in reports]
+    assert failed[0] > failed[1] == 0
+    assert reports[1].num_graphs == {PIECEWISE: 5 * 3}
+
+
+def test_a_runner_that_is_made_again_reports_its_graphs() -> None:
+    model = PagedToy()
+    called = compiled(model)
+    reports = []
+    for _ in range(2):
+        (loop,) = loops_on(called, model, 1, sizes=(2, 4))
+        in_turns([loop], 3)
+        reports.append(loop.runner.report())
+        del loop
+        gc.collect()
+    first, second = reports
+    assert first.num_graphs == second.num_graphs == {PIECEWISE: 2 * 3}
+    assert first.by_key == second.by_key
+
+
+def test_a_runner_keeps_its_number() -> None:
+    model = PagedToy()
+    called = compiled(model)
+    first, second = loops_on(called, model)
+    in_turns([first, second], 2)
+    del first
+    gc.collect()
+    second.runner.capture(progress=False)
+    assert second.runner._parts.model_steps.number == 2
+    second.step(second.grow(0))

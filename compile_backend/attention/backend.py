@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
@@ -11,10 +11,32 @@ from compile_backend.attention.kv_cache import store
 from compile_backend.support import AttentionCGSupport
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from compile_backend.attention.kv_cache import LayerCache
     from compile_backend.attention.metadata import AttentionMetadata
     from compile_backend.attention.spec import AttentionSpec, CacheFormat
     from compile_backend.batch import BatchDescriptor
+
+
+_Method = TypeVar("_Method", bound="Callable[..., Any]")
+_ON_HOST: set[object] = set()
+
+
+def on_host(method: _Method) -> _Method:
+    """Declares that a method that makes what a step needs reads none of the step's tensors.
+
+    So they may be filled after it. For `AttentionBackend.prepare` and
+    `AttentionMetadataBuilder.build`; one that overrides or replaces it declares that again, or
+    does not.
+    """
+    _ON_HOST.add(method)
+    return method
+
+
+def is_on_host(method: object) -> bool:
+    """Whether that was declared of a bound method."""
+    return getattr(method, "__func__", None) in _ON_HOST
 
 
 class AttentionBackend:
@@ -33,14 +55,11 @@ class AttentionBackend:
             never captured.
         plans_every_step: whether `prepare_for_graph` must run before every replay, since kernels
             read plans that depend on the lengths; else once, before the capture, is enough.
-        prepares_on_host: whether `prepare` reads none of the metadata's tensors, so that they may
-            be filled after it.
     """
 
     name: ClassVar[str]
     support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     plans_every_step: ClassVar[bool] = False
-    prepares_on_host: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec, cache: CacheFormat, device: torch.device) -> None:
         self.spec = spec
@@ -66,6 +85,7 @@ class AttentionBackend:
         del spec, cache
         return None
 
+    @on_host
     def prepare(self, metadata: AttentionMetadata) -> Any:
         """Whatever `forward` needs of a step outside of a full graph, made once for all layers.
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from compile_backend import shortcuts
-from compile_backend.attention.backend import AttentionBackend
+from compile_backend.attention.backend import is_on_host, on_host
 from compile_backend.attention.metadata import AttentionMetadata, HostLengths, StepAttention
 from compile_backend.errors import ConfigError, number_of, shown
 from compile_backend.given_numbers import integers_of
@@ -169,13 +169,10 @@ class AttentionMetadataBuilder:
     @property
     def builds_on_host(self) -> bool:
         """Whether `build` reads none of the tensors, so that they may be filled after it."""
-        if type(self) is not AttentionMetadataBuilder or "build" in vars(self):
-            return False
-        return all(
-            backend.prepares_on_host or type(backend).prepare is AttentionBackend.prepare
-            for backend in self._backends
-        )
+        methods = (self.build, *[backend.prepare for backend in self._backends])
+        return all(map(is_on_host, methods))
 
+    @on_host
     def build(
         self,
         batch: AttentionBatch,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from compile_backend.attention.backend import AttentionBackend
+from compile_backend.attention.backend import AttentionBackend, on_host
 from compile_backend.attention.first_layer import FirstLayer
 from compile_backend.attention.limits import even_head_size, no_soft_cap, only_16_bits
 from compile_backend.attention.requirements import it_needs, lacking_device, lacking_package
@@ -49,7 +49,6 @@ class FlashAttention3(AttentionBackend):
 
     name: ClassVar[str] = "flash_attn_3"
     support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
-    prepares_on_host: ClassVar[bool] = True
 
     def __init__(self, spec: AttentionSpec, cache: CacheFormat, device: torch.device) -> None:
         super().__init__(spec, cache, device)
@@ -80,6 +79,7 @@ class FlashAttention3(AttentionBackend):
             or even_head_size(spec)
         )
 
+    @on_host
     def prepare(self, metadata: AttentionMetadata) -> _Schedule:
         """An empty schedule: the first layer of every run fills it."""
         del metadata

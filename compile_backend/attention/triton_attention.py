@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from compile_backend.attention.backend import AttentionBackend
+from compile_backend.attention.backend import AttentionBackend, on_host
 from compile_backend.attention.requirements import it_needs, lacking_device, lacking_package
 from compile_backend.attention.triton_plan import LaunchPlan, plan_facts, plan_launch
 from compile_backend.errors import ConfigError
@@ -36,7 +36,6 @@ class TritonAttention(AttentionBackend):
 
     name: ClassVar[str] = "triton"
     support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
-    prepares_on_host: ClassVar[bool] = True
 
     def __init__(self, spec: AttentionSpec, cache: CacheFormat, device: torch.device) -> None:
         super().__init__(spec, cache, device)
@@ -108,6 +107,7 @@ class TritonAttention(AttentionBackend):
             )
         return None
 
+    @on_host
     def prepare(self, metadata: AttentionMetadata) -> LaunchPlan:
         """Tiles and splits for the batch, for queries of the usual dtype."""
         facts = plan_facts(metadata)

@@ -164,12 +164,20 @@ def is_part_of_a_function() -> bool:
     return True
 
 
-def hooks_around(compiled: object) -> bool:
-    """Whether hooks run around a compiled module, in Python that none of its graphs holds.
+def python_around(compiled: object) -> bool:
+    """Whether Python that no graph holds runs around a compiled module in each of its calls.
 
-    Dynamo calls those of the module itself, and traces those of all modules in it.
+    Those are hooks of the module itself (Dynamo traces those of all modules in it), a `__call__`
+    of its class, and what somebody put in place of its `forward`.
     """
-    return has_forward_hooks(compiled) or has_forward_hooks(getattr(compiled, "_orig_mod", None))
+    if not isinstance(compiled, torch.nn.Module):
+        return False
+    original = getattr(compiled, "_orig_mod", None)
+    if original is None:  # compiled in place
+        is_usual = type(compiled).__call__ is torch.nn.Module.__call__
+    else:
+        is_usual = hasattr(compiled.forward, "_torchdynamo_orig_callable")
+    return not is_usual or has_forward_hooks(compiled) or has_forward_hooks(original)
 
 
 def has_forward_hooks(module: object) -> bool:
