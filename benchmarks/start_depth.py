@@ -1,10 +1,10 @@
 """What a first call takes, cold and warm, for models of several depths, and what Dynamo has of it.
 
-Each start is a process of its own; the warm one has the caches that the cold one before it found
-empty. Pieces that are alike are compiled once, so what does not grow with depth is all but
-Dynamo's part.
+Each start is a process of its own, timed from `torch.compile` to the end of the first call; the
+warm one has the caches that the cold one before it found empty. Pieces that are alike are compiled
+once, so what does not grow with depth is all but Dynamo's part.
 
-    python benchmarks/start_depth.py --shape 0.6B --layers 14,28,56 --whole 28
+    python benchmarks/start_depth.py --shape 0.6B --layers 28 --whole 28 --repeats 3
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from compile_backend.bench.request import OURS, PAGED, STATIC, TORCH_COMPILE
@@ -35,23 +36,34 @@ def main() -> None:
     )
     parser.add_argument("--attention", default="triton", help="of the runner")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--repeats", type=int, default=1, help="of each cold start")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="of cold starts without a runner, in turns"
+    )
     arguments = parser.parse_args()
     print("| way | layers | caches | first call s | outside Dynamo s | process s | compiles |")
     print("|---|---|---|---|---|---|---|")
     depths = [int(depth) for depth in arguments.layers.split(",")]
-    ways = [(TORCH_COMPILE, arguments.whole), (RUNNER, arguments.whole)]
-    ways += [(MODE, depth) for depth in depths]
-    ways += [(MODE, depth) for _ in range(arguments.repeats - 1) for depth in depths]
-    for number, (way, layers) in enumerate(ways):
+    of_round = [(TORCH_COMPILE, arguments.whole), *((MODE, depth) for depth in depths)]
+    starts = [*of_round * arguments.repeats, (RUNNER, arguments.whole)]
+    found: dict[tuple[str, int], list[float]] = {}
+    for way, layers in starts:
         asked = {**vars(arguments), **WAYS[way], "layers": layers, "options": {}}
-        is_first = (way, layers) not in ways[:number]
+        is_first = (way, layers) not in found
         is_warm = is_first and way != TORCH_COMPILE and layers == arguments.whole
         with tempfile.TemporaryDirectory() as directory:
             for temperature in ("cold", "warm") if is_warm else ("cold",):
                 told = first_call(asked, Path(directory))
+                if temperature == "cold":
+                    found.setdefault((way, layers), []).append(told["first_call_s"])
                 row = (way, layers, temperature, *cells(told), told.get("compiles", ""))
                 print(f"| {' | '.join(map(str, row))} |", flush=True)
+    whole = found[of_round[0]]
+    for depth in depths:
+        ratios = [own / other for own, other in zip(found[MODE, depth], whole, strict=True)]
+        print(
+            f"cold, {MODE} of {depth} layers / {TORCH_COMPILE} of {arguments.whole}, by round: "
+            f"{median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
+        )
 
 
 def cells(told: dict[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from compile_backend.asked_names import check_asked
 from compile_backend.build import BuiltGraph, artefact_cache, build_graph
+from compile_backend.collector import COLLECTOR
 from compile_backend.compile_workers import start_where_all_is_new
 from compile_backend.config import CompilationConfig, CUDAGraphMode
 from compile_backend.errors import ConfigError
@@ -26,6 +27,12 @@ from compile_backend.runner_graphs import RunnerGraphs
 from compile_backend.stats import Report, added_rows
 from compile_backend.stored_trace import StoredTraces, watch_traces
 from compile_backend.support import lowest
+from compile_backend.torch_internals.compile_attempts import (
+    DuringCompilation,
+    LimitReached,
+    collects_after_compiling,
+    watch_attempts,
+)
 from compile_backend.torch_internals.dynamo import (
     backend_name,
     backend_of,
@@ -37,7 +44,6 @@ from compile_backend.torch_internals.dynamo import (
     options_at_lookup,
     reaching_the_user,
 )
-from compile_backend.torch_internals.recompile_limit import LimitReached, watch_limits
 from compile_backend.torch_internals.stored_graph import is_stored
 
 if TYPE_CHECKING:
@@ -139,6 +145,7 @@ class CudagraphModesBackend:
         self._engines: dict[torch.device, GraphEngine] = {}
         self._compiled: dict[int, tuple[weakref.ref[object], _Compiled]] = {}
         self._traces: dict[int, tuple[weakref.ref[object], StoredTraces]] = {}
+        self._without_collections = DuringCompilation(self._collector_off, self._collector_on)
 
     @property
     def __name__(self) -> str:
@@ -157,7 +164,7 @@ class CudagraphModesBackend:
 
     def _looked_up(self) -> None:
         # The first call that uses this backend may be one that Dynamo will not compile.
-        watch_limits(self._limit_reached)
+        watch_attempts(self._limit_reached, self._attempt_begins)
         start_where_all_is_new(options_at_lookup())
 
     def __call__(
@@ -173,7 +180,7 @@ class CudagraphModesBackend:
         Raises:
             ConfigError: an option is wrong, or what it asks for is not available.
         """
-        watch_limits(self._limit_reached)
+        watch_attempts(self._limit_reached, self._attempt_begins)
         try:
             return self._compile(graph_module, example_inputs, mode, options)
         except ConfigError as error:
@@ -230,6 +237,22 @@ class CudagraphModesBackend:
             plan.num_graphs,
         )
         return built.graph
+
+    @staticmethod
+    def _collector_off() -> None:
+        COLLECTOR.begin()
+        COLLECTOR.off()
+
+    @staticmethod
+    def _collector_on() -> None:
+        if collects_after_compiling():
+            COLLECTOR.end_after_next()
+        else:
+            COLLECTOR.end()
+
+    def _attempt_begins(self, compile_call: object) -> None:
+        if backend_of(compile_call) is self:
+            self._without_collections.expect()
 
     def _limit_reached(self, reached: LimitReached) -> None:
         owner: Any = reached.compile_call

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from compile_backend.config import CompilationConfig
     from compile_backend.graph_engine import GraphEngine
     from compile_backend.once import WarnOnce
-    from compile_backend.piece_compiler import CompileCounts, CompiledPiece
+    from compile_backend.piece_artefacts import CompileCounts
+    from compile_backend.piece_compiler import CompiledPiece
     from compile_backend.plan import GraphPlan, PartitionPlan
     from compile_backend.runner_graphs import RunnerGraphs
     from compile_backend.split import Section, SplitGraph
@@ -159,7 +160,7 @@ class _Compiled:
 
 def _compiled_pieces(plan: GraphPlan, config: CompilationConfig, warn_once: WarnOnce) -> _Compiled:
     compiler = _piece_compiler(plan, config, warn_once)
-    pieces = {piece.name: compiler.compile(piece) for piece in plan.split.pieces}
+    pieces = compiler.compile_all(plan.split.pieces)
     return _Compiled(plan.split, pieces, compiler.counts)
 
 
@@ -172,7 +173,7 @@ def _compiled_whole(
     compiler = _piece_compiler(plan, config, warn_once, plan.partition.ops)
     whole = plan.partition.whole
     try:
-        pieces = {piece.name: compiler.compile(piece) for piece in whole.pieces}
+        pieces = compiler.compile_all(whole.pieces)
         partitions = _checked_partitions(plan.partition, [each.code for each in pieces.values()])
     except PartitionError as error:
         reason = str(error)

@@ -183,8 +183,8 @@ class ArtefactCache:
             path.unlink()
 
     @contextlib.contextmanager
-    def lock(self, key: str) -> Iterator[None]:
-        """Let one process at a time compile what belongs to a key; the others then find it.
+    def lock(self, *keys: str) -> Iterator[None]:
+        """Let one process at a time compile what belongs to some keys; the others then find it.
 
         Where the directory cannot be written to, or somebody holds the lock for too long, the
         body runs without it: then a piece is compiled twice.
@@ -196,8 +196,10 @@ class ArtefactCache:
                 if self._is_private():
                     locks = self.directory / "locks"
                     locks.mkdir(mode=0o700, exist_ok=True)
-                    lock = FileLock(locks / f"{key[:2]}.lock", timeout=_LOCK_TIMEOUT_S)
-                    stack.enter_context(lock)
+                    # In one order everywhere, so that nobody waits for whom he keeps waiting.
+                    for name in sorted({key[:2] for key in keys}):
+                        lock = FileLock(locks / f"{name}.lock", timeout=_LOCK_TIMEOUT_S)
+                        stack.enter_context(lock)
             yield
 
     # --- for people ---

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from compile_backend import shortcuts
+from compile_backend.collector import COLLECTOR
 from compile_backend.errors import CaptureError
 from compile_backend.torch_internals.cuda import (
     BrokenCaptureError,
@@ -96,47 +97,46 @@ class GraphEngine(Protocol):
         """
 
 
-class _Collector:
-    """Python's garbage collector around captures: run once before the first, then held off.
+class _Collections:
+    """Garbage collections around captures: one before the first, then none.
 
-    What it finds in the middle of a capture may free device memory, which breaks the capture.
-    There is one collector in a process, so series of several engines that overlap share its run.
+    What one finds in the middle of a capture may free device memory, which breaks the capture.
+    Series of several engines that overlap share one.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._depth = 0
-        self._is_thorough = False
-        self._restores: bool | None = None
+        self._is_thorough = self._is_done = False
 
     @contextlib.contextmanager
     def series(self, *, thorough: bool) -> Iterator[None]:
-        """Around a series of captures; the last to end switches the collector on again."""
+        """Around a series of captures."""
         with self._lock:
             self._depth += 1
             self._is_thorough |= thorough
+            COLLECTOR.begin()
         try:
             yield
         finally:
             with self._lock:
                 self._depth -= 1
+                COLLECTOR.end()
                 if not self._depth:
-                    if self._restores:
-                        gc.enable()
-                    self._restores, self._is_thorough = None, False
+                    self._is_thorough = self._is_done = False
 
     def hold_off(self) -> None:
         """Collect and switch the collector off, unless a series that still runs has done so."""
         with self._lock:
             assert self._depth, "captures happen within a series"
-            if self._restores is None:
+            if not self._is_done:
                 gc.collect(_ALL if self._is_thorough else _YOUNG)
-                self._restores = gc.isenabled()
-                gc.disable()
+                self._is_done = True
+            COLLECTOR.off()
 
 
 _YOUNG, _ALL = 1, 2  # generations of objects
-_COLLECTOR = _Collector()
+_COLLECTIONS = _Collections()
 
 
 class Sessions:
@@ -160,7 +160,7 @@ class Sessions:
         """Around a series of captures; see `GraphEngine.session`."""
         self._depth += 1
         try:
-            with _COLLECTOR.series(thorough=thorough):
+            with _COLLECTIONS.series(thorough=thorough):
                 yield
         finally:
             self._depth -= 1
@@ -170,7 +170,7 @@ class Sessions:
 
     def before_capture(self) -> None:
         """Do what comes before the first capture, unless this series has done so."""
-        _COLLECTOR.hold_off()
+        _COLLECTIONS.hold_off()
         if self._entered is None:
             self._entered = contextlib.ExitStack()
             self._entered.enter_context(self._around())

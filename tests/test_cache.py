@@ -263,7 +263,7 @@ def test_a_file_that_cannot_be_used_costs_one_compile_and_one_line(
 def test_wrappers_are_made_anew_around_what_is_loaded(
     cache_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("DEBUG", "compile_backend.piece_compiler")
+    caplog.set_level("DEBUG", "compile_backend.piece_artefacts")
     for counted in ((2, 0), (0, 2)):
         torch._dynamo.reset()
         caplog.clear()
@@ -330,7 +330,7 @@ def test_what_cannot_be_written_down_runs_all_the_same(
     def refuse(code: Any) -> bytes:
         raise AssertionError("pickle should not be called")
 
-    caplog.set_level("INFO", "compile_backend.piece_compiler")
+    caplog.set_level("INFO", "compile_backend.piece_artefacts")
     monkeypatch.setattr(stored_code, "_pickled", refuse)
     assert counts_of(cache_dir) == (1, 0, 1)
     assert "is compiled in every process: it cannot be written down" in caplog.text

@@ -12,6 +12,7 @@ import torch.fx
 
 from compile_backend.cache import NotStorableError
 from compile_backend.torch_internals.graphs import names_of_wrapped
+from compile_backend.torch_internals.kernels_later import KernelsLater
 from compile_backend.torch_internals.partition import without_graphs_of_its_own
 from compile_backend.torch_internals.size_one import size_1_like_others
 from compile_backend.torch_internals.stored_code import Sizes, digest, packed, revive
@@ -31,6 +32,7 @@ class InductorArtefact:
         pack: the artefact as bytes for `load_with_inductor`, and which assumptions it holds
             under; raises `NotStorableError`.
         code: Inductor's own object; None where there is not just one.
+        finish: waits for the kernels; comes before everything else, and once.
     """
 
     call: Callable[[list[Any]], Sequence[Any]]
@@ -38,6 +40,7 @@ class InductorArtefact:
     is_direct: bool
     pack: Callable[[], tuple[bytes, str]]
     code: Any = None
+    finish: Callable[[], None] = lambda: None
 
 
 def compile_with_inductor(
@@ -56,6 +59,9 @@ def compile_with_inductor(
     Where its own description of the graph says that nothing is left to do, the code inside is
     called directly.
 
+    Kernels go on being compiled behind the call, for as long as until `finish`, so that the next
+    graph is lowered meanwhile.
+
     Args:
         graph_module: a graph that returns a tuple; owned by the compiler from here on.
         inputs: fake tensors and `SymInt`s, all of `fake_mode`.
@@ -65,16 +71,21 @@ def compile_with_inductor(
         is_partitioned: whether the settings are those of `partition_settings`.
     """
     start_workers()
+    import torch._inductor.config as config
+    from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
 
     seen: list[InnerCode] = []
+    pending: list[tuple[KernelsLater, Any]] = []
 
     def recording_compile(inner: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         graph_code, num_inputs = inner.code, _num_placeholders(inner)
         if is_partitioned:
             kwargs = without_graphs_of_its_own(kwargs)
-        with _kernels_kept(), _cached_apart(narrowed_to):
+        later = KernelsLater()
+        with _kernels_kept(), _cached_apart(narrowed_to), later.put_off():
             code = compile_fx_inner(inner, *args, **kwargs)
+        pending.append((later, code))
         is_inference = bool(kwargs.get("is_inference"))
         seen.append(InnerCode(code, _metadata_of_trace(), num_inputs, graph_code, is_inference))
         return code
@@ -102,8 +113,18 @@ def compile_with_inductor(
             raise NotStorableError("is compiled for gradients")
         return packed(seen[0], sizes, mutated, is_direct=is_direct)
 
+    def finish() -> None:
+        with (
+            tracing(TracingContext(fake_mode)),
+            config.patch(dict(config_patches)),
+            _kernels_kept(),
+            _cached_apart(narrowed_to),
+        ):
+            for later, code in pending:
+                later.finish(code)
+
     code = seen[0].code if len(seen) == 1 else None
-    return InductorArtefact(call, mutated, is_direct, pack, code)
+    return InductorArtefact(call, mutated, is_direct, pack, code, finish)
 
 
 def start_workers() -> None:

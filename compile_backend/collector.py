@@ -1,0 +1,56 @@
+"""Python's garbage collector, switched off for a while by several who may overlap.
+
+There is one in a process. What it frees in the middle of a capture may break that, and while a
+model is compiled it looks again and again at millions of objects that all stay until the end.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+
+class CollectorSwitch:
+    """Switches the collector off, and on again once the last who wanted it off is done."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._was_on: bool | None = None  # None while nobody has switched it off
+
+    def begin(self) -> None:
+        """Somebody may want it off from now on, until `end`."""
+        with self._lock:
+            self._depth += 1
+
+    def off(self) -> None:
+        """Switch it off; whoever calls has begun, and has not ended."""
+        with self._lock:
+            assert self._depth, "nobody would switch it on again"
+            if self._was_on is None:
+                self._was_on = gc.isenabled()
+                gc.disable()
+
+    def end(self) -> None:
+        """Somebody no longer wants it off."""
+        with self._lock:
+            self._depth -= 1
+            if not self._depth:
+                if self._was_on:
+                    gc.enable()
+                self._was_on = None
+
+    def end_after_next(self) -> None:
+        """Somebody no longer wants it off once it has been told to collect, which comes next.
+
+        Switched on before, it would at once look at the very objects that it is told to look at.
+        """
+        gc.callbacks.append(self._collected)  # the last one: to remove it hides no other
+
+    def _collected(self, phase: str, _: object) -> None:
+        if phase == "stop":
+            gc.callbacks.remove(self._collected)
+            self.end()
+
+
+COLLECTOR = CollectorSwitch()

@@ -1,0 +1,164 @@
+"""Dynamo's attempts to compile a function: told of each, and of the limits of how many there are.
+
+Behind its limit a function runs as plain Python, and no backend is called to notice. Dynamo asks
+for the user's context in each attempt to compile, just before it looks at its limits; what is
+asked there looks at them, too.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+
+@dataclass(frozen=True, slots=True)
+class LimitReached:
+    """A call that Dynamo will not compile.
+
+    Attributes:
+        compile_call: the `torch.compile` call, or whatever else stands behind the function.
+        option: that sets the limit, as one writes it.
+        limit: its value.
+        function: what would be compiled, with its place.
+        is_raised: whether Dynamo itself raises an error for it.
+    """
+
+    compile_call: object
+    option: str
+    limit: int
+    function: str
+    is_raised: bool
+
+
+def watch_attempts(
+    limited: Callable[[LimitReached], None], begins: Callable[[object], None]
+) -> None:
+    """Be told of each attempt to compile from now on; nothing if one is already.
+
+    What is raised there reaches the caller of the compiled function.
+
+    Args:
+        limited: called where Dynamo will not compile.
+        begins: called else, with the `torch.compile` call or what stands in its place.
+    """
+    from torch._dynamo import utils
+
+    ask, register = (
+        getattr(utils, f"{verb}_hook_for_recompile_user_context", None)
+        for verb in ("get", "register")
+    )
+    if ask is None or register is None:
+        return
+    hook = _Hook(limited, begins)
+    if hook not in (ask() or ()):
+        register(hook)
+
+
+@dataclass(frozen=True, slots=True)
+class _Hook:
+    """What Dynamo takes for a description of the user's context: an empty one."""
+
+    limited: Callable[[LimitReached], None]
+    begins: Callable[[object], None]
+
+    def __call__(self) -> str:
+        from torch._dynamo.utils import get_metrics_context
+
+        # Dynamo refuses to note the context a second time where one compilation is in another.
+        metrics = getattr(get_metrics_context(), "_metrics", None)
+        if isinstance(metrics, dict):
+            metrics.pop("recompile_user_contexts", None)
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and "cache_size" not in frame.f_locals:
+            frame = frame.f_back
+        scope: dict[str, Any] = {} if frame is None else frame.f_locals
+        if {"cache_size", "compile_id", "compiler_fn", "code"} <= scope.keys():
+            compile_call = scope["compiler_fn"]
+            while (inner := getattr(compile_call, "_torchdynamo_orig_backend", None)) is not None:
+                compile_call = inner
+            reached = _limit_reached(compile_call, scope, frame)
+            if reached is None:
+                self.begins(compile_call)
+            else:
+                self.limited(reached)
+        return ""
+
+
+def _limit_reached(
+    compile_call: object, scope: dict[str, Any], frame: FrameType | None
+) -> LimitReached | None:
+    from torch._dynamo import cache_size, config
+
+    is_reached, name = cache_size.exceeds_recompile_limit(scope["cache_size"], scope["compile_id"])
+    if not is_reached:
+        return None
+    code = scope["code"]
+    function = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
+    is_raised = bool(scope.get("one_graph") or config.fail_on_recompile_limit_hit)
+    option = f"torch._dynamo.config.{name}"
+    if name == "recompile_limit" and _is_of_the_call(frame):
+        option = "torch.compile(recompile_limit)"
+    return LimitReached(compile_call, option, getattr(config, name), function, is_raised)
+
+
+def _is_of_the_call(frame: FrameType | None) -> bool:
+    """Whether a compilation has a limit of its own, which `torch.compile` takes since 2.13."""
+    while frame is not None:
+        own = getattr(frame.f_locals.get("self"), "_recompile_limit", _NOTHING)
+        if own is not _NOTHING:
+            return own is not None
+        frame = frame.f_back
+    return False
+
+
+_NOTHING = object()
+
+
+def collects_after_compiling() -> bool:
+    """Whether Dynamo has garbage collected as the last thing of each compilation."""
+    from torch._dynamo import config
+
+    return bool(getattr(config, "run_gc_after_compile", False))
+
+
+class DuringCompilation:
+    """Has something begin when a compilation starts that was announced, and end with it.
+
+    Args:
+        begin: called at the start, in the thread that compiles.
+        end: called at the end, once for each `begin`, also where the compilation fails.
+    """
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._begin, self._end = begin, end
+        self._expected: set[int] = set()
+        self._is_on = False
+
+    def expect(self) -> None:
+        """The next compilation that this thread starts is meant."""
+        from torch._dynamo.callback import callback_handler
+
+        if self._started not in callback_handler.start_callbacks:  # `reset` forgets it
+            callback_handler.register_start_callback(self._started)
+            callback_handler.register_end_callback(self._ended)
+        self._expected.add(threading.get_ident())
+
+    # Dynamo calls these for the outermost of compilations that overlap, under a lock.
+
+    def _started(self, _: object) -> None:
+        self._is_on = threading.get_ident() in self._expected
+        self._expected.clear()
+        if self._is_on:
+            self._begin()
+
+    def _ended(self, _: object) -> None:
+        self._expected.clear()
+        if self._is_on:
+            self._is_on = False
+            self._end()

@@ -1,0 +1,140 @@
+"""Kernels that are compiled while the next graph is lowered.
+
+Inductor hands kernels to processes of its own, and waits for them as soon as it has loaded the
+code that calls them. Between several graphs that wait is idle time, so here it is put off to the
+end of all. What comes after it is put off with it: the kernels' binaries are bundled with the
+code, and the code is written to Inductor's cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class KernelsLater:
+    """What Inductor still has to do for the code of one graph."""
+
+    def __init__(self) -> None:
+        self._waits: list[tuple[Any, dict[str, Any]]] = []
+        self._writes: list[tuple[Any, ...]] = []
+
+    @contextlib.contextmanager
+    def put_off(self) -> Iterator[None]:
+        """Have Inductor go on without its kernels; around the compilation of the graph."""
+        import torch._inductor.config as config
+        from torch._inductor.async_compile import AsyncCompile, CompiledTritonKernels
+        from torch._inductor.codecache import FxGraphCache
+
+        if config.cpp_wrapper:  # its code is made from the kernels
+            yield
+            return
+        CompiledTritonKernels.cache_clear()  # type: ignore[no-untyped-call]
+        with (
+            _Replaced.lock,
+            _Replaced(AsyncCompile, "wait", self._put_wait_off),
+            _Replaced(FxGraphCache, "_save_graph", self._put_write_off),
+        ):
+            yield
+
+    def finish(self, code: Any) -> None:
+        """Wait for the kernels, and do what follows.
+
+        Args:
+            code: what Inductor made of the graph.
+        """
+        from torch._inductor.async_compile import AsyncCompile
+        from torch._inductor.codecache import FxGraphCache
+        from torch._inductor.triton_bundler import TritonBundle, TritonBundler
+
+        waits, self._waits = self._waits, []
+        writes, self._writes = self._writes, []
+        if waits:
+            TritonBundler.begin_compile()
+            try:
+                for compiler, scope in waits:
+                    scope.update(
+                        (name, value.as_inductors())
+                        for name, value in list(scope.items())
+                        if isinstance(value, _Kernel)
+                    )
+                    AsyncCompile.wait(compiler, scope)
+                bundle, _ = TritonBundler.collect()
+            finally:
+                TritonBundler.end_compile()
+            before = getattr(code, "_triton_bundle", None) or TritonBundle([], [])
+            code.set_triton_bundle(
+                TritonBundle(
+                    [*before.kernel_artifacts, *bundle.kernel_artifacts],
+                    [*before.static_autotuners, *bundle.static_autotuners],
+                )
+            )
+        for write in writes:
+            FxGraphCache._save_graph(*write)
+
+    def _put_wait_off(self, compiler: Any, scope: dict[str, Any]) -> None:
+        from concurrent.futures import Future
+
+        from torch._inductor.codecache import CodeCacheFuture
+
+        for name, value in list(scope.items()):
+            if isinstance(value, (Future, CodeCacheFuture)):
+                scope[name] = _Kernel(value)
+        self._waits.append((compiler, scope))
+
+    def _put_write_off(self, *write: Any) -> None:
+        self._writes.append(write)
+
+
+class _Kernel:
+    """Stands for a kernel until it is there; to use it is to wait for it.
+
+    Autotuning runs code of its own before the graph is done.
+    """
+
+    def __init__(self, future: Any) -> None:
+        self._future = future
+        self._made: Any = None
+
+    def _kernel(self) -> Any:
+        if self._made is None:
+            self._made = self._future.result()
+        return self._made
+
+    def as_inductors(self) -> Any:
+        """The kernel if anybody has waited for it, else what Inductor waits by."""
+        return self._future if self._made is None else self._made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._kernel()(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel(), name)
+
+
+class _Replaced:
+    """A function of a class replaced for this thread; others get the one that was there."""
+
+    lock = threading.RLock()
+
+    def __init__(self, owner: type, name: str, function: Any) -> None:
+        self._owner, self._name, self._function = owner, name, function
+
+    def __enter__(self) -> None:
+        self._was = vars(self._owner)[self._name]
+        otherwise, function = getattr(self._owner, self._name), self._function
+        thread = threading.get_ident()
+
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            is_here = threading.get_ident() == thread
+            return (function if is_here else otherwise)(*args, **kwargs)
+
+        is_static = isinstance(self._was, staticmethod)
+        setattr(self._owner, self._name, staticmethod(chosen) if is_static else chosen)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(self._owner, self._name, self._was)
