@@ -35,6 +35,9 @@ def main() -> None:
         "--whole", type=int, default=28, help="depth of torch.compile and warm starts"
     )
     parser.add_argument("--attention", default="triton", help="of the runner")
+    parser.add_argument(
+        "--runner", action=argparse.BooleanOptionalAction, default=True, help="measure it, too"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--repeats", type=int, default=1, help="of cold starts without a runner, in turns"
@@ -44,7 +47,9 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     depths = [int(depth) for depth in arguments.layers.split(",")]
     of_round = [(TORCH_COMPILE, arguments.whole), *((MODE, depth) for depth in depths)]
-    starts = [*of_round * arguments.repeats, (RUNNER, arguments.whole)]
+    starts = of_round * arguments.repeats
+    if arguments.runner:
+        starts.append((RUNNER, arguments.whole))
     found: dict[tuple[str, int], list[float]] = {}
     for way, layers in starts:
         asked = {**vars(arguments), **WAYS[way], "layers": layers, "options": {}}
