@@ -3,7 +3,8 @@
 Inductor compiles a GPU's kernels in processes of its own. They take seconds to be ready, and until
 then it compiles in this process, one kernel after the other. So where nothing was compiled before,
 they start as soon as `torch.compile` looks this backend up, and come up while Dynamo traces; else
-they start at the first piece that has to be compiled, if there is one. Results never depend on it.
+they start at the first piece that has to be compiled, if there is one. The hash of the compiler's
+own files, which keys of kernels have in them, is made meanwhile. Results never depend on it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from compile_backend.cache import cache_directory, cache_size_bytes
 from compile_backend.errors import ConfigError
-from compile_backend.torch_internals.inductor import start_workers
+from compile_backend.torch_internals.inductor import hash_ahead, start_workers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +27,7 @@ def start_where_all_is_new(options: object) -> None:
     Args:
         options: as given to `torch.compile`; they were not checked yet.
     """
+    hash_ahead()
     given = options if isinstance(options, Mapping) else {}
     if given.get("piece_compiler", "inductor") != "inductor":
         return

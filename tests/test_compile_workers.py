@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -119,3 +120,41 @@ def test_who_uses_no_gpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda there=there: there)
         inductor.start_workers()
         assert len(calls) == there
+
+
+def test_what_a_key_of_triton_needs_is_hashed_once_and_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._inductor.runtime import triton_compat
+
+    threads: list[threading.Thread] = []
+
+    def key() -> str:
+        threads.append(threading.current_thread())
+        raise OSError("gone")  # which is nobody's error here
+
+    monkeypatch.setattr(triton_compat, "triton_key", key)
+    monkeypatch.setattr(triton_compat, "HAS_TRITON", True)
+    inductor._start_hashing.cache_clear()
+    try:
+        inductor.hash_ahead()
+        assert not threads  # a CPU has no use for it
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        for _ in range(2):
+            inductor.hash_ahead()
+        for thread in threading.enumerate():
+            if thread.name == "hash of Triton":
+                thread.join()
+    finally:
+        inductor._start_hashing.cache_clear()
+    (thread,) = threads
+    assert thread is not threading.current_thread()
+
+
+def test_triton_has_the_key_that_is_hashed_ahead() -> None:
+    """Its own caches ask for the very function, and it remembers."""
+    from torch._inductor.runtime.triton_compat import triton_key
+    from triton.runtime import cache
+
+    assert triton_key is cache.triton_key
+    assert triton_key() is triton_key()

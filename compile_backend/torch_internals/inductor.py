@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +139,28 @@ def start_workers() -> None:
         from torch._inductor.async_compile import maybe_warm_pool
 
         maybe_warm_pool()
+
+
+def hash_ahead() -> None:
+    """Have Triton hash its own files in a thread, once, if a GPU is in use.
+
+    That is half a gigabyte to read. The first key of Inductor's cache and of Triton's own waits for
+    it, while hashing leaves Python free for others.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        _start_hashing()
+
+
+@functools.cache
+def _start_hashing() -> None:
+    from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
+
+    def hashing() -> None:
+        with contextlib.suppress(Exception):  # whoever needs the key asks again
+            triton_key()
+
+    if HAS_TRITON:
+        threading.Thread(target=hashing, name="hash of Triton", daemon=True).start()
 
 
 @dataclass(frozen=True)
