@@ -30,7 +30,6 @@ from compile_backend.support import lowest
 from compile_backend.torch_internals.compile_attempts import (
     DuringCompilation,
     LimitReached,
-    collects_after_compiling,
     watch_attempts,
 )
 from compile_backend.torch_internals.dynamo import (
@@ -185,6 +184,8 @@ class CudagraphModesBackend:
             return self._compile(graph_module, example_inputs, mode, options)
         except ConfigError as error:
             raise reaching_the_user(error) from None
+        finally:
+            self._without_collections.end_if_forgotten()
 
     def _compile(
         self,
@@ -240,12 +241,13 @@ class CudagraphModesBackend:
 
     @staticmethod
     def _collector_off() -> None:
+        COLLECTOR.end_those_who_wait()
         COLLECTOR.begin()
         COLLECTOR.off()
 
     @staticmethod
-    def _collector_on() -> None:
-        if collects_after_compiling():
+    def _collector_on(collects_next: bool) -> None:  # noqa: FBT001 - a callback
+        if collects_next:
             COLLECTOR.end_after_next()
         else:
             COLLECTOR.end()

@@ -7,6 +7,7 @@ model is compiled it looks again and again at millions of objects that all stay 
 from __future__ import annotations
 
 import gc
+import os
 import threading
 
 
@@ -17,6 +18,9 @@ class CollectorSwitch:
         self._lock = threading.Lock()
         self._depth = 0
         self._was_on: bool | None = None  # None while nobody has switched it off
+        self._num_waiting = 0  # of those who end after the next collection
+        # A process that is forked meanwhile has nobody in it who would switch it on again.
+        os.register_at_fork(after_in_child=self._forked)
 
     def begin(self) -> None:
         """Somebody may want it off from now on, until `end`."""
@@ -45,12 +49,27 @@ class CollectorSwitch:
 
         Switched on before, it would at once look at the very objects that it is told to look at.
         """
-        gc.callbacks.append(self._collected)  # the last one: to remove it hides no other
+        self._num_waiting += 1
+        if self._collected not in gc.callbacks:
+            gc.callbacks.append(self._collected)  # the last one: to remove it hides no other
+
+    def end_those_who_wait(self) -> None:
+        """The next collection did not come."""
+        if self._collected in gc.callbacks:
+            gc.callbacks.remove(self._collected)
+        waiting, self._num_waiting = self._num_waiting, 0
+        for _ in range(waiting):
+            self.end()
 
     def _collected(self, phase: str, _: object) -> None:
         if phase == "stop":
-            gc.callbacks.remove(self._collected)
-            self.end()
+            self.end_those_who_wait()
+
+    def _forked(self) -> None:
+        if self._was_on:
+            gc.enable()
+        self._lock, self._depth, self._was_on = threading.Lock(), 0, None
+        self._num_waiting = 0
 
 
 COLLECTOR = CollectorSwitch()

@@ -152,12 +152,11 @@ class PieceArtefacts:
                     found[position] = self._loaded(sources[position], key)
                     if found[position] is None:
                         to_make.append(position)
-            made = self._compiled([sources[position] for position in to_make])
+            made = self._made(
+                [sources[each] for each in to_make], [keys[each] for each in to_make]
+            )
             for position, artefact in zip(to_make, made, strict=True):
                 found[position] = artefact
-                key = keys[position]
-                if key is not None:
-                    self._keep(sources[position], key, artefact)
         # What is left has the key of another that was just made.
         return [
             self.of([source])[0] if artefact is None else artefact
@@ -196,21 +195,47 @@ class PieceArtefacts:
             _tell("loaded", source, found, took)
         return found
 
-    def _compiled(self, sources: Sequence[PieceSource]) -> list[InductorArtefact]:
-        made, start = [], time.perf_counter()
-        for source in sources:
-            lowering = time.perf_counter()
-            artefact = source.compile()
-            made.append(artefact)
-            _tell("compiled", source, artefact, time.perf_counter() - lowering)
+    def _made(
+        self, sources: Sequence[PieceSource], keys: Sequence[str | None]
+    ) -> list[InductorArtefact]:
+        """Compile pieces, and keep them; where one fails, those before it all the same."""
+        made: list[InductorArtefact] = []
+        start = time.perf_counter()
+        try:
+            for source in sources:
+                lowering = time.perf_counter()
+                made.append(source.compile())
+                _tell("compiled", source, made[-1], time.perf_counter() - lowering)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._finish(sources, keys, made, start)
+            raise
+        self._finish(sources, keys, made, start)
+        return made
+
+    def _finish(
+        self,
+        sources: Sequence[PieceSource],
+        keys: Sequence[str | None],
+        made: Sequence[InductorArtefact],
+        start: float,
+    ) -> None:
+        errors: list[Exception] = []
         waiting = time.perf_counter()
-        for artefact in made:
-            artefact.finish()
+        for source, key, artefact in zip(sources, keys, made, strict=False):
+            try:
+                artefact.finish()
+            except Exception as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+                continue
+            self.counts.compiles += 1
+            if key is not None:
+                self._keep(source, key, artefact)
         if made:
             logger.debug("waited %.2f s for their kernels", time.perf_counter() - waiting)
-        self.counts.compiles += len(made)
-        self.counts.compile_s += time.perf_counter() - start
-        return made
+            self.counts.compile_s += time.perf_counter() - start
+        if errors:
+            raise errors[0]
 
     def _keep(self, source: PieceSource, key: str, artefact: InductorArtefact) -> None:
         assert self._cache is not None

@@ -44,7 +44,11 @@ class Batch:
 
 
 class MetadataBuilder(Protocol):
-    """Makes what attention ops read of a step; see `AttentionMetadataBuilder`."""
+    """Makes what attention ops read of a step; see `AttentionMetadataBuilder`.
+
+    One that has a method `expect(*, num_tokens: int, num_reqs: int)` is told by it, before the
+    first batch, how large batches get.
+    """
 
     support: AttentionCGSupport
     input_spec: Sequence[InputSpec]

@@ -131,6 +131,10 @@ class RunnerCapture:
                 brings = OfRunner(parts.engine, send, parts.loader.inputs.holds)
                 parts.model_steps.number = parts.compiled.number_of(runner, brings)
                 cudagraph_modes.store_traces(parts.model)
+            expect = getattr(parts.loader.builder, "expect", None)
+            if expect is not None:
+                num_tokens = max(parts.max_num_batched_tokens, parts.largest_size)
+                expect(num_tokens=num_tokens, num_reqs=parts.dispatcher.max_num_seqs)
             self._compile()
             steps = self._settle()
             if parts.ranks is not None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.fx
+from torch._dynamo.callback import (
+    CallbackTrigger,
+    CompilationCallbackHandler,
+    callback_handler,
+)
 from toy import rows, toy_options
 
 from compile_backend.backend import cudagraph_modes
@@ -181,3 +187,99 @@ def test_threads_that_compile_together_share_it(monkeypatch: pytest.MonkeyPatch)
     assert len(seen) == len(threads)
     assert gc.isenabled()
     assert COLLECTOR._depth == 0
+
+
+# --- where Dynamo does not come to the end ------------------------------------------------------
+
+
+def test_a_backward_in_another_thread_may_end_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo counts it, and tells of the end of all only once."""
+    compile_graph = cudagraph_modes._compile
+    began, is_over = threading.Event(), threading.Event()
+
+    def backward() -> None:
+        with callback_handler.install_callbacks(CallbackTrigger.LAZY_BACKWARD, "0/0"):
+            began.set()
+            is_over.wait()
+
+    thread = threading.Thread(target=backward)
+
+    def noted(*args: Any) -> Any:
+        thread.start()
+        began.wait()
+        return compile_graph(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cudagraph_modes, "_compile", noted)
+        compiled()(rows(4))
+    is_over.set()
+    thread.join()
+    assert gc.isenabled()
+    torch._dynamo.reset()
+    compiled()(rows(4))
+    assert gc.isenabled()
+
+
+def test_callbacks_that_are_cleared_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `torch._dynamo.reset` does before it finds that it must not."""
+    compile_graph = cudagraph_modes._compile
+
+    def clears(*args: Any) -> Any:
+        callback_handler.start_callbacks.clear()
+        callback_handler.end_callbacks.clear()
+        return compile_graph(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cudagraph_modes, "_compile", clears)
+        compiled()(rows(4))
+    assert gc.isenabled()
+    torch._dynamo.reset()
+    seen = seen_by(monkeypatch)
+    compiled()(rows(4))
+    assert seen == [False]
+
+
+def test_an_error_of_anothers_callback() -> None:
+    handler = CompilationCallbackHandler()  # another one: torch's own never gets over such errors
+
+    def fails(_: object) -> None:
+        raise ValueError("not mine")
+
+    handler.register_end_callback(fails)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (torch._dynamo, torch._dynamo.callback):
+            patch.setattr(module, "callback_handler", handler)
+        with pytest.raises(Exception, match="not mine"):
+            compiled()(rows(4))
+    assert gc.isenabled()
+
+
+def test_two_who_wait_for_one_collection() -> None:
+    switch, num_callbacks = CollectorSwitch(), len(gc.callbacks)
+    for _ in range(2):
+        switch.begin()
+        switch.off()
+        switch.end_after_next()
+    assert not gc.isenabled()
+    gc.collect(0)
+    assert gc.isenabled()
+    assert len(gc.callbacks) == num_callbacks
+
+
+@pytest.mark.parametrize("was_on", [False, True])
+def test_a_forked_process_has_it_as_it_was(was_on: bool) -> None:
+    switch = CollectorSwitch()
+    switch.begin()
+    (gc.enable if was_on else gc.disable)()
+    try:
+        switch.off()
+        child = os.fork()
+        if not child:
+            os._exit(int(gc.isenabled()))
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == was_on
+        assert not gc.isenabled()
+        switch.end()
+        assert gc.isenabled() is was_on
+    finally:
+        gc.enable()

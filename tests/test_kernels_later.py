@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,14 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
 from torch._inductor import compile_fx
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.codecache import FxGraphCache
+from torch._inductor.codecache import FxGraphCache, PyCodeCache
+from torch._inductor.exc import InductorError
+from torch._inductor.triton_bundler import TritonBundler
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from toy import Twin, rows
 
 from compile_backend.torch_internals import kernels_later
@@ -120,6 +126,72 @@ def test_a_kernel_that_does_not_compile_is_an_error_of_the_model(
     assert serve(tmp_path / "ours").stats.compiles == 3
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_what_was_compiled_before_a_failure_is_kept(
+    kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lower, calls = compile_fx.fx_codegen_and_compile, itertools.count(1)
+
+    def fails_at_last(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 3:
+            raise kind("not now")
+        return lower(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_fx, "fx_codegen_and_compile", fails_at_last)
+        with pytest.raises(BaseException, match="not now"):
+            serve(tmp_path / "ours")
+    torch._dynamo.reset()
+    before = len(PyCodeCache.modules)
+    twin = serve(tmp_path / "ours")
+    assert (twin.stats.compiles, twin.stats.loads) == (1, 2)
+    assert not any(
+        isinstance(value, kernels_later._Kernel)
+        for module in PyCodeCache.modules[before:]
+        for value in vars(module).values()
+    )
+
+
+def test_a_kernel_that_fails_is_an_error_of_inductors() -> None:
+    later, good = KernelsLater(), KernelsLater()
+    scope: dict[str, Any] = {"kernel": Broken()}
+    with later.put_off():
+        AsyncCompile().wait(scope)
+    with good.put_off():
+        AsyncCompile().wait({"kernel": Future()})
+    with pytest.raises(InductorError, match="out of registers"):
+        later.finish(Code())
+    good.finish(Code())
+    assert not TritonBundler._entries
+
+
+def grows(factor: int) -> Any:
+    """A piece that assumes nothing of its size, and one that asks whether 4 divides it."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        x = torch.ops.toy.attn_new(x.sin() * factor)
+        return torch.nn.functional.avg_pool1d(x.t()[None], 4)
+
+    return run
+
+
+def test_a_piece_assumes_what_it_does_not_what_others_do(tmp_path: Path) -> None:
+    counts = []
+    for size in (8, 5, 16):
+        torch._dynamo.reset()
+        with inductor_config.patch(fx_graph_cache=False):
+            twin = Twin(
+                grows(2),
+                piece_compiler="inductor",
+                cache_dir=str(tmp_path / "ours"),
+                dynamic=True,
+                cudagraph_mode="NONE",
+            )
+            twin(rows(size))
+        counts.append((twin.stats.compiles, twin.stats.loads))
+    assert counts == [(2, 0), (1, 1), (0, 2)]
+
+
 # --- alone ------------------------------------------------------------------------------------
 
 
@@ -132,6 +204,13 @@ class Future(torch._inductor.codecache.CodeCacheFuture):
     def result(self, timeout: float | None = None) -> Any:
         self.num_asked += 1
         return abs
+
+
+class Broken(Future):
+    """A kernel that is never there."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        raise ValueError("out of registers")
 
 
 class Code:
@@ -153,9 +232,13 @@ def test_a_kernel_can_be_used_before_it_is_there() -> None:
 
 
 def test_other_threads_wait_as_ever() -> None:
+    def wait(scope: dict[str, Any]) -> None:
+        with inductor_config.patch(compile_threads=2):  # settings are those of a thread
+            AsyncCompile().wait(scope)
+
     later, scope = KernelsLater(), {"kernel": Future()}
     with later.put_off():
-        thread = threading.Thread(target=AsyncCompile().wait, args=(scope,))
+        thread = threading.Thread(target=wait, args=(scope,))
         thread.start()
         thread.join()
         assert scope == {"kernel": abs}
@@ -189,3 +272,27 @@ def test_kernels_are_put_off_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernels_later._Kernel, "as_inductors", noted)
     serve(tmp_path / "ours")
     assert len(made) >= 3
+
+
+def test_what_is_written_later_assumes_what_was_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    written: list[Any] = []
+
+    def write(*given: Any) -> None:
+        shape_env: Any = FxGraphCache._get_shape_env()
+        guards = shape_env.get_pruned_guards([])
+        told = shape_env.produce_guards_expression(placeholders=[], guards=guards)
+        written.append((given, told))
+
+    monkeypatch.setattr(FxGraphCache, "_save_graph", staticmethod(write))
+    assumed = iter(("s0 > 1", "s0 > 1 and s0 < 9"))
+    monkeypatch.setattr(ShapeEnv, "produce_guards_expression", lambda *_, **__: next(assumed))
+    given = ("key", "code", [], True, None)
+    later = KernelsLater()
+    with tracing(TracingContext(mode)):
+        with later.put_off():
+            FxGraphCache._save_graph(*given)
+        assert not written
+        later.finish(Code())
+        assert written == [(given, "s0 > 1")]
+        assert FxGraphCache._get_shape_env() is mode.shape_env

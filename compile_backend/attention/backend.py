@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from compile_backend.attention.kv_cache import LayerCache
-    from compile_backend.attention.metadata import AttentionMetadata
+    from compile_backend.attention.metadata import AttentionMetadata, BatchLimits
     from compile_backend.attention.spec import AttentionSpec, CacheFormat
     from compile_backend.batch import BatchDescriptor
 
@@ -84,6 +84,16 @@ class AttentionBackend:
         """The error for a layer that these kernels cannot compute; None if they can."""
         del spec, cache
         return None
+
+    def expect(self, limits: BatchLimits) -> None:
+        """Told by a runner, before its first batch, how large batches get.
+
+        Kernels for all of them may be compiled together, so that none is while requests wait.
+
+        Args:
+            limits: of the batches; they hold for the dummy batches of captures, too.
+        """
+        del limits
 
     @on_host
     def prepare(self, metadata: AttentionMetadata) -> Any:

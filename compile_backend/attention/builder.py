@@ -14,7 +14,12 @@ import torch
 
 from compile_backend import shortcuts
 from compile_backend.attention.backend import is_on_host, on_host
-from compile_backend.attention.metadata import AttentionMetadata, HostLengths, StepAttention
+from compile_backend.attention.metadata import (
+    AttentionMetadata,
+    BatchLimits,
+    HostLengths,
+    StepAttention,
+)
 from compile_backend.errors import ConfigError, number_of, shown
 from compile_backend.given_numbers import integers_of
 from compile_backend.step_inputs import Dim, InputSpec
@@ -84,6 +89,22 @@ class AttentionMetadataBuilder:
             InputSpec("slot_mapping", (Dim.NUM_TOKENS,), torch.int64, pad=-1),
             InputSpec("block_table", (Dim.NUM_REQS, cache.max_blocks_per_req), torch.int32),
         )
+
+    def expect(self, *, num_tokens: int, num_reqs: int) -> None:
+        """Tell backends how large batches get, before the first one.
+
+        Args:
+            num_tokens: at most, of all requests together.
+            num_reqs: at most, in one batch.
+        """
+        limits = BatchLimits(
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            query_len=min(self.max_query_len, num_tokens),
+            seq_len=self._cache.max_model_len,
+        )
+        for backend in self._backends:
+            backend.expect(limits)
 
     def is_decode(self, batch: AttentionBatch, query_lens: npt.NDArray[np.int32]) -> bool:
         """Whether every request had tokens before this step; a whole prompt had none."""

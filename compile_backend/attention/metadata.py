@@ -61,6 +61,23 @@ def _in_int32(numbers: Any) -> npt.NDArray[np.int32]:
     return np.asarray(numbers).astype(np.int32, copy=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """How large batches get.
+
+    Attributes:
+        num_tokens: of all requests together.
+        num_reqs: in one batch.
+        query_len: tokens that one request adds.
+        seq_len: tokens of one request, those of the step included.
+    """
+
+    num_tokens: int
+    num_reqs: int
+    query_len: int
+    seq_len: int
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class AttentionMetadata:
     """A padded batch of requests, flattened to tokens.

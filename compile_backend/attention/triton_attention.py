@@ -6,20 +6,29 @@ true lengths on the device. So there is no plan to renew before a replay.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+import logging
+import time
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from compile_backend.attention.backend import AttentionBackend, on_host
 from compile_backend.attention.requirements import it_needs, lacking_device, lacking_package
-from compile_backend.attention.triton_plan import LaunchPlan, plan_facts, plan_launch
+from compile_backend.attention.triton_plan import (
+    LaunchPlan,
+    plan_facts,
+    plan_launch,
+    plans_within,
+)
 from compile_backend.errors import ConfigError
 from compile_backend.support import AttentionCGSupport
 
 if TYPE_CHECKING:
     from compile_backend.attention.kv_cache import LayerCache
-    from compile_backend.attention.metadata import AttentionMetadata
+    from compile_backend.attention.metadata import AttentionMetadata, BatchLimits
     from compile_backend.attention.spec import AttentionSpec, CacheFormat
+
+logger = logging.getLogger(__name__)
 
 MAX_HEAD_SIZE = 256
 MAX_GROUP = 128
@@ -40,10 +49,12 @@ class TritonAttention(AttentionBackend):
     def __init__(self, spec: AttentionSpec, cache: CacheFormat, device: torch.device) -> None:
         super().__init__(spec, cache, device)
         from compile_backend.attention.triton_cache import store_with_triton
-        from compile_backend.attention.triton_launch import attend_with_triton
+        from compile_backend.attention.triton_launch import attend_with_triton, compile_for
 
         self._store = store_with_triton
         self._attend = attend_with_triton
+        self._compile_for = compile_for
+        self._expected: BatchLimits | None = None
         # Queries are expected as wide as the cache; those of an 8-bit cache as half precision.
         self._element_bytes = max(2, cache.dtype.itemsize)
         self._plans: dict[tuple[int, ...], LaunchPlan] = {}
@@ -107,6 +118,10 @@ class TritonAttention(AttentionBackend):
             )
         return None
 
+    def expect(self, limits: BatchLimits) -> None:
+        """The first batch is what tells how queries lie in memory: all is compiled with it."""
+        self._expected = limits
+
     @on_host
     def prepare(self, metadata: AttentionMetadata) -> LaunchPlan:
         """Tiles and splits for the batch, for queries of the usual dtype."""
@@ -142,6 +157,8 @@ class TritonAttention(AttentionBackend):
         prepared: LaunchPlan,
     ) -> None:
         """Attend and, where keys were split, reduce: one or two launches."""
+        if self._expected is not None:
+            self._compile_all(query, output, cache, metadata)
         prepared = self._plan_for(query, metadata, prepared)
         self._attend(query, output, cache, metadata, self.spec, prepared)
 
@@ -173,10 +190,24 @@ class TritonAttention(AttentionBackend):
             )
             return
         self.store(key, value, cache, metadata)
+        if self._expected is not None:
+            self._compile_all(query, output, cache, metadata, scale, multiplies=multiplies)
         prepared = self._plan_for(query, metadata, prepared)
         self._attend(
             query, output, cache, metadata, self.spec, prepared, scale, multiplies=multiplies
         )
+
+    def _compile_all(self, *given: Any, **named: Any) -> None:
+        """Compile for all batches that are expected, as for this one: see `compile_for`."""
+        limits, self._expected = self._expected, None
+        if limits is None or not given[1].numel():
+            return
+        start, width = time.perf_counter(), given[0].element_size()
+        plans = plans_within(self.spec, limits, width, self._num_sms)
+        query, output, cache, metadata, *scale = given
+        num = self._compile_for(plans, query, output, cache, metadata, self.spec, *scale, **named)
+        took = time.perf_counter() - start
+        logger.info("%d kernels of attention compiled together in %.1f s", num, took)
 
     def _plan_for(
         self, query: torch.Tensor, metadata: AttentionMetadata, prepared: LaunchPlan

@@ -9,7 +9,11 @@ This file refuses to know what kernels do.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import os
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +24,52 @@ from compile_backend import shortcuts
 from compile_backend.attention.triton_packed import packing_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Sequence
 
     import torch
 
 # Facts of one process are few; whoever passes something new at every launch must not fill memory.
 _MOST_KEPT = 4096
+_MOST_THREADS = 16
 
 _HOOKS = triton.knobs.runtime
+
+
+def together(compiles: Sequence[Callable[[], Any]]) -> int:
+    """Compile kernels at the same time, each in a thread, and load them.
+
+    One that cannot be compiled or loaded is left to its launch, which tells why.
+
+    Args:
+        compiles: each calls `KeptKernel.compile` and returns what that gave.
+
+    Returns:
+        How many kernels there are; 0 where Triton compiles no kernels in threads.
+    """
+    if not hasattr(triton, "AsyncCompileMode") or triton.knobs.runtime.interpret:
+        return 0
+    # In a context of its own: Triton has one such mode in each, and leaves it on after an error.
+    made = contextvars.Context().run(_compiled, compiles)
+    kernels = {id(kernel): kernel for kernel in made if kernel is not None}
+    for kernel in kernels.values():
+        with contextlib.suppress(Exception):  # such as too little memory on the device
+            _ = kernel.run  # loads it: nothing has to be loaded into a device in a capture
+    return len(kernels)
+
+
+def _compiled(compiles: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The kernels; None for those that cannot be compiled."""
+    num_threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    with (
+        ThreadPoolExecutor(num_threads) as executor,
+        triton.AsyncCompileMode(executor, ignore_errors=True),
+    ):
+        made = [compile_one() for compile_one in compiles]
+    is_new = [hasattr(each, "finalize_compile") for each in made]  # one that was there is itself
+    return [
+        each.result(ignore_errors=True) if new else each
+        for each, new in zip(made, is_new, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +114,16 @@ class KeptKernel:
         self._is_compiled = not triton.knobs.runtime.interpret
         self._kept: dict[Hashable, Any] = {}
         self._last: dict[Hashable, _Launch] = {}
+
+    def compile(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        numbers: tuple[float, ...],
+        constants: tuple[Any, ...],
+        **options: int,
+    ) -> Any:
+        """Have Triton compile what `launch` with these would run; see `together`."""
+        return self._kernel.warmup(*tensors, *numbers, *constants, grid=(1,), **options)
 
     def launch(
         self,

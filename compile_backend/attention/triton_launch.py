@@ -5,6 +5,7 @@ No tensor is read on the host, so all of it may be captured. This file refuses t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +14,14 @@ import triton.language as tl
 
 from compile_backend.attention.fp8_output import FP8_MAX
 from compile_backend.attention.triton_cache import cache_strides, with_adjacent_elements
-from compile_backend.attention.triton_kept import KeptKernel
+from compile_backend.attention.triton_kept import KeptKernel, together
 from compile_backend.attention.triton_kernels import attend_kernel
 from compile_backend.attention.triton_plan import MIN_DOT_SIZE, next_power_of_2
 from compile_backend.attention.triton_results import quantise_kernel, reduce_kernel
 from compile_backend.torch_internals.cuda import maker_on
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable, Sequence
 
     from compile_backend.attention.kv_cache import LayerCache
     from compile_backend.attention.metadata import AttentionMetadata
@@ -87,16 +88,18 @@ def attend_with_triton(
     read = (query, cache.keys, cache.values, *lengths, output_scale)
     if plan.num_splits == 1 and (scale is None or plan.quantises):
         if not _ATTEND.repeat(slot, (output, *read), facts):
-            _attend((output, *read), cache, metadata, spec, plan, stored, slot, facts)
+            call = _attending((output, *read), cache, metadata, spec, plan, stored)
+            _launch(_ATTEND, call, slot, facts, 0)
         return
     results = _room(query, metadata.num_tokens, spec, plan)
     if not _ATTEND.repeat(slot, read, facts, fresh=(results,)):
-        given = (results, *read)
-        _attend(given, cache, metadata, spec, plan, AS_ATTENDED, slot, facts, num_fresh=1)
+        call = _attending((results, *read), cache, metadata, spec, plan, AS_ATTENDED)
+        _launch(_ATTEND, call, slot, facts, 1)
     kernel = _REDUCE if plan.num_splits > 1 else _QUANTISE
     finished = (output, starts, output_scale)
     if not kernel.repeat(slot, finished, facts, fresh=(results,)):
-        _finish(kernel, (results, *finished), metadata, spec, plan, stored, slot, facts)
+        call = _finishing(kernel, (results, *finished), metadata, spec, plan, stored)
+        _launch(kernel, call, slot, facts, 1)
 
 
 def _room(
@@ -122,25 +125,86 @@ def _new(
     return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
 
 
-def _attend(
+def compile_for(
+    plans: Sequence[LaunchPlan],
+    query: torch.Tensor,
+    output: torch.Tensor,
+    cache: LayerCache,
+    metadata: AttentionMetadata,
+    spec: AttentionSpec,
+    scale: torch.Tensor | None = None,
+    *,
+    multiplies: bool = False,
+) -> int:
+    """Compile, at the same time, the kernels of all launches that are to come.
+
+    Args:
+        plans: one of each form.
+        query: as for `attend_with_triton`, of any batch.
+        output: likewise.
+        cache: likewise.
+        metadata: likewise.
+        spec: likewise.
+        scale: likewise.
+        multiplies: likewise.
+
+    Returns:
+        How many kernels there are; 0 where they are compiled one by one, when they are launched.
+    """
+    query = with_adjacent_elements(query)
+    stored = AS_ATTENDED if scale is None else (DTYPES[query.dtype], FP8_MAX, multiplies)
+    starts = metadata.query_start_loc
+    output_scale = starts if scale is None else scale
+    lengths = (starts, metadata.seq_lens, metadata.block_table)
+    read = (query, cache.keys, cache.values, *lengths, output_scale)
+    partial = torch.empty(1, dtype=torch.float32, device=query.device)
+    attended = torch.empty(1, *query.shape[1:], dtype=query.dtype, device=query.device)
+    compiles: list[Callable[[], Any]] = []
+
+    def add(kernel: KeptKernel, call: _Call) -> None:
+        compiles.append(
+            lambda: kernel.compile(call.tensors, call.numbers, call.constants, **call.options)
+        )
+
+    for plan in plans:
+        if plan.num_splits == 1 and (scale is None or plan.quantises):
+            add(_ATTEND, _attending((output, *read), cache, metadata, spec, plan, stored))
+            continue
+        results = partial if plan.num_splits > 1 else attended
+        given = (results, *read)
+        add(_ATTEND, _attending(given, cache, metadata, spec, plan, AS_ATTENDED))
+        kernel = _REDUCE if plan.num_splits > 1 else _QUANTISE
+        finished = (results, output, starts, output_scale)
+        add(kernel, _finishing(kernel, finished, metadata, spec, plan, stored))
+    return together(compiles)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What `KeptKernel.launch` takes."""
+
+    grid: tuple[int, int]
+    tensors: tuple[torch.Tensor, ...]
+    numbers: tuple[float, ...]
+    constants: tuple[Any, ...]
+    options: dict[str, int]
+
+
+def _attending(
     tensors: tuple[torch.Tensor, ...],
     cache: LayerCache,
     metadata: AttentionMetadata,
     spec: AttentionSpec,
     plan: LaunchPlan,
     stored: tuple[Any, float, bool],
-    slot: int,
-    facts: Hashable,
-    *,
-    num_fresh: int = 0,
-) -> None:
+) -> _Call:
     results, query = tensors[:2]
     is_split = plan.num_splits > 1  # and then strides of results are not read
     is_scaled = cache.keys.dtype.itemsize == 1
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
     if stored is not AS_ATTENDED and plan.fp8_registers is not None:
         options["maxnreg"] = plan.fp8_registers
-    _ATTEND.launch(
+    return _Call(
         (plan.num_blocks * spec.num_kv_heads, plan.num_splits),
         tensors,
         (
@@ -168,23 +232,18 @@ def _attend(
             *stored,
             IS_INTERPRETED,
         ),
-        slot=slot,
-        facts=facts,
-        num_fresh=num_fresh,
-        **options,
+        options,
     )
 
 
-def _finish(
+def _finishing(
     kernel: KeptKernel,
     tensors: tuple[torch.Tensor, ...],
     metadata: AttentionMetadata,
     spec: AttentionSpec,
     plan: LaunchPlan,
     stored: tuple[Any, float, bool],
-    slot: int,
-    facts: Hashable,
-) -> None:
+) -> _Call:
     num_heads, size, padded = spec.num_heads, spec.head_size, _padded(spec.head_size)
     sizes: tuple[int, ...]
     if kernel is _REDUCE:
@@ -194,15 +253,25 @@ def _finish(
         heads = min(next_power_of_2(num_heads), QUANTISED_AT_ONCE // padded)
         per_token = -(-num_heads // heads)
         sizes = (num_heads, heads, size, padded)
-    kernel.launch(
+    return _Call(
         (metadata.num_tokens, per_token),
         tensors,
         (metadata.num_reqs, *_strides_of(tensors[1])),
         (*sizes, *stored, IS_INTERPRETED),
+        {"num_warps": 4},
+    )
+
+
+def _launch(kernel: KeptKernel, call: _Call, slot: int, facts: Hashable, num_fresh: int) -> None:
+    kernel.launch(
+        call.grid,
+        call.tensors,
+        call.numbers,
+        call.constants,
         slot=slot,
         facts=facts,
-        num_fresh=1,
-        num_warps=4,
+        num_fresh=num_fresh,
+        **call.options,
     )
 
 

@@ -7,11 +7,12 @@ know Triton and tensors.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from compile_backend.attention.metadata import AttentionMetadata
+    from compile_backend.attention.metadata import AttentionMetadata, BatchLimits
     from compile_backend.attention.spec import AttentionSpec
 
 MIN_DOT_SIZE = 16
@@ -102,6 +103,14 @@ class LaunchPlan:
     quantises: bool
     fp8_registers: int | None
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What of it is compiled in: launches of one form share their kernels."""
+        return (
+            *(self.block_rows, self.is_whole, self.num_splits, self.tile),
+            *(self.num_warps, self.num_stages, self.quantises, self.fp8_registers),
+        )
+
 
 def next_power_of_2(number: int) -> int:
     """The smallest power of two that is not below a positive number."""
@@ -109,7 +118,7 @@ def next_power_of_2(number: int) -> int:
 
 
 def plan_launch(
-    spec: AttentionSpec, metadata: AttentionMetadata, element_bytes: int, num_sms: int
+    spec: AttentionSpec, metadata: AttentionMetadata | _Batch, element_bytes: int, num_sms: int
 ) -> LaunchPlan:
     """The launch for every batch whose numbers of the host are those of `metadata`.
 
@@ -150,6 +159,51 @@ def plan_launch(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """What `plan_launch` reads of a batch."""
+
+    num_tokens: int
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+
+
+def plans_within(
+    spec: AttentionSpec, limits: BatchLimits, element_bytes: int, num_sms: int
+) -> list[LaunchPlan]:
+    """One launch for each compiled form of the kernels that batches within limits may need.
+
+    Args:
+        spec: of the layer.
+        limits: of the batches.
+        element_bytes: of the queries.
+        num_sms: multiprocessors of the device.
+    """
+    forms: dict[tuple[object, ...], LaunchPlan] = {}
+    lengths = [
+        (query_len, seq_len)
+        for query_len in _doubled(limits.query_len)
+        for seq_len in _doubled(limits.seq_len)
+        if seq_len >= query_len
+    ]
+    for (query_len, seq_len), num_reqs in itertools.product(lengths, _doubled(limits.num_reqs)):
+        batch = _Batch(
+            num_tokens=min(limits.num_tokens, num_reqs * query_len),
+            num_reqs=num_reqs,
+            max_query_len=query_len,
+            max_seq_len=seq_len,
+        )
+        plan = plan_launch(spec, batch, element_bytes, num_sms)
+        forms.setdefault(plan.form, plan)
+    return list(forms.values())
+
+
+def _doubled(most: int) -> list[int]:
+    """1, 2, 4 and so on, and the most: whatever is chosen is so by powers of two."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
+
+
 def plan_facts(metadata: AttentionMetadata) -> tuple[int, ...]:
     """Batches with equal ones have equal plans: lengths count in the smallest part of a tile."""
     num_parts = -(-metadata.max_seq_len // MIN_DOT_SIZE)
@@ -169,7 +223,7 @@ def choose_num_splits(*, num_programs: int, num_tiles: int, num_sms: int) -> int
     return 1 << (num_splits.bit_length() - 1) if num_splits > 1 else 1
 
 
-def _reach(spec: AttentionSpec, metadata: AttentionMetadata) -> int:
+def _reach(spec: AttentionSpec, metadata: AttentionMetadata | _Batch) -> int:
     """How many keys the queries of one request see at most."""
     if spec.sliding_window is None:
         return metadata.max_seq_len

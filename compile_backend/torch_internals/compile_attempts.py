@@ -120,45 +120,57 @@ def _is_of_the_call(frame: FrameType | None) -> bool:
 _NOTHING = object()
 
 
-def collects_after_compiling() -> bool:
-    """Whether Dynamo has garbage collected as the last thing of each compilation."""
-    from torch._dynamo import config
-
-    return bool(getattr(config, "run_gc_after_compile", False))
-
-
 class DuringCompilation:
     """Has something begin when a compilation starts that was announced, and end with it.
 
     Args:
         begin: called at the start, in the thread that compiles.
-        end: called at the end, once for each `begin`, also where the compilation fails.
+        end: called at the end, once for each `begin`, also where the compilation fails; with
+            whether Dynamo has garbage collected as the very next thing.
     """
 
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    def __init__(self, begin: Callable[[], None], end: Callable[[bool], None]) -> None:
         self._begin, self._end = begin, end
         self._expected: set[int] = set()
-        self._is_on = False
+        self._thread: int | None = None  # that began; None while nothing has
 
     def expect(self) -> None:
         """The next compilation that this thread starts is meant."""
         from torch._dynamo.callback import callback_handler
 
-        if self._started not in callback_handler.start_callbacks:  # `reset` forgets it
-            callback_handler.register_start_callback(self._started)
-            callback_handler.register_end_callback(self._ended)
+        self.end_if_forgotten()
+        if self._ended not in callback_handler.end_callbacks:  # `reset` forgets it
+            callback_handler.start_callbacks.append(self._started)
+            callback_handler.end_callbacks.insert(0, self._ended)  # what others raise comes later
         self._expected.add(threading.get_ident())
 
-    # Dynamo calls these for the outermost of compilations that overlap, under a lock.
+    def end_if_forgotten(self) -> None:
+        """End what Dynamo will not: it was reset in the middle of the compilation."""
+        from torch._dynamo.callback import callback_handler
+
+        if self._thread is not None and self._ended not in callback_handler.end_callbacks:
+            self._thread = None
+            self._end(False)
+
+    # Dynamo calls these for the outermost of compilations that overlap, under a lock. The one that
+    # ends last may be another than that which started, such as a backward's in another thread.
 
     def _started(self, _: object) -> None:
-        self._is_on = threading.get_ident() in self._expected
+        is_meant = threading.get_ident() in self._expected
         self._expected.clear()
-        if self._is_on:
+        if is_meant:
+            self._thread = threading.get_ident()
             self._begin()
 
-    def _ended(self, _: object) -> None:
+    def _ended(self, told: Any) -> None:
+        from torch._dynamo import config
+        from torch._dynamo.callback import CallbackTrigger
+
+        thread, self._thread = self._thread, None
         self._expected.clear()
-        if self._is_on:
-            self._is_on = False
-            self._end()
+        if thread is not None:
+            self._end(
+                thread == threading.get_ident()
+                and told.callback_trigger is CallbackTrigger.DYNAMO
+                and bool(getattr(config, "run_gc_after_compile", False))
+            )

@@ -109,11 +109,12 @@ def compile_with_inductor(
         and _nothing_left_to_do(seen[0].metadata, seen[0].num_inputs, len(inputs))
     )
     call = _direct(seen[0].code) if is_direct else _spread(wrapped)
+    assumptions = sizes.assumptions()  # now: what the next graph assumes is not this one's
 
     def pack() -> tuple[bytes, str]:
         if len(seen) != 1 or not seen[0].is_inference:
             raise NotStorableError("is compiled for gradients")
-        return packed(seen[0], sizes, mutated, is_direct=is_direct)
+        return packed(seen[0], sizes, assumptions, mutated, is_direct=is_direct), assumptions
 
     def finish() -> None:
         with (
@@ -144,8 +145,8 @@ def start_workers() -> None:
 def hash_ahead() -> None:
     """Have Triton hash its own files in a thread, once, if a GPU is in use.
 
-    That is half a gigabyte to read. The first key of Inductor's cache and of Triton's own waits for
-    it, while hashing leaves Python free for others.
+    That is half a gigabyte to read. The first key of Inductor's cache and of Triton's own waits
+    for it, while hashing leaves Python free for others.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         _start_hashing()

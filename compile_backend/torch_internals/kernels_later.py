@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ class KernelsLater:
 
     def __init__(self) -> None:
         self._waits: list[tuple[Any, dict[str, Any]]] = []
-        self._writes: list[tuple[Any, ...]] = []
+        self._writes: list[tuple[str, tuple[Any, ...]]] = []
+        self._hidden: dict[str, Any] = {}
 
     @contextlib.contextmanager
     def put_off(self) -> Iterator[None]:
@@ -39,42 +41,82 @@ class KernelsLater:
             _Replaced(AsyncCompile, "wait", self._put_wait_off),
             _Replaced(FxGraphCache, "_save_graph", self._put_write_off),
         ):
-            yield
+            try:
+                yield
+            finally:
+                self._hide()
 
     def finish(self, code: Any) -> None:
-        """Wait for the kernels, and do what follows.
+        """Wait for the kernels, and do what follows; in the tracing context of the graph.
 
         Args:
             code: what Inductor made of the graph.
+
+        Raises:
+            Exception: a kernel does not compile; as Inductor raises it without this.
         """
+        from torch._dynamo.exc import ShortenTraceback, SkipFrame
+        from torch._inductor.codecache import PyCodeCache
+        from torch._inductor.exc import InductorError
+
+        try:
+            self._wait(code)
+        except (ShortenTraceback, SkipFrame):
+            raise
+        except Exception as error:  # noqa: BLE001 - as Inductor does
+            raise InductorError(error, None).with_traceback(error.__traceback__) from None
+        PyCodeCache.modules_no_attr.update(self._hidden)
+        self._write()
+
+    def _wait(self, code: Any) -> None:
         from torch._inductor.async_compile import AsyncCompile
-        from torch._inductor.codecache import FxGraphCache
         from torch._inductor.triton_bundler import TritonBundle, TritonBundler
 
-        waits, self._waits = self._waits, []
-        writes, self._writes = self._writes, []
-        if waits:
-            TritonBundler.begin_compile()
-            try:
-                for compiler, scope in waits:
-                    scope.update(
-                        (name, value.as_inductors())
-                        for name, value in list(scope.items())
-                        if isinstance(value, _Kernel)
-                    )
-                    AsyncCompile.wait(compiler, scope)
-                bundle, _ = TritonBundler.collect()
-            finally:
-                TritonBundler.end_compile()
-            before = getattr(code, "_triton_bundle", None) or TritonBundle([], [])
-            code.set_triton_bundle(
-                TritonBundle(
-                    [*before.kernel_artifacts, *bundle.kernel_artifacts],
-                    [*before.static_autotuners, *bundle.static_autotuners],
+        if not self._waits:
+            return
+        TritonBundler.begin_compile()
+        try:
+            for compiler, scope in self._waits:
+                scope.update(
+                    (name, value.as_inductors())
+                    for name, value in list(scope.items())
+                    if isinstance(value, _Kernel)
                 )
+                AsyncCompile.wait(compiler, scope)
+            bundle, _ = TritonBundler.collect()
+        finally:
+            TritonBundler.end_compile()
+        before = getattr(code, "_triton_bundle", None) or TritonBundle([], [])
+        code.set_triton_bundle(
+            TritonBundle(
+                [*before.kernel_artifacts, *bundle.kernel_artifacts],
+                [*before.static_autotuners, *bundle.static_autotuners],
             )
-        for write in writes:
-            FxGraphCache._save_graph(*write)
+        )
+
+    def _write(self) -> None:
+        from torch._guards import TracingContext
+        from torch._inductor.codecache import FxGraphCache
+
+        if not self._writes:
+            return
+        context: Any = TracingContext.get()
+        mode = context.fake_mode
+        try:
+            for assumed, write in self._writes:
+                context.fake_mode = SimpleNamespace(shape_env=_AssumedThen(assumed))
+                FxGraphCache._save_graph(*write)
+        finally:
+            context.fake_mode = mode
+
+    def _hide(self) -> None:
+        """Until its kernels are there nobody else may find the code: it is not executed twice."""
+        from torch._inductor.codecache import PyCodeCache
+
+        scopes = {id(scope) for _, scope in self._waits}
+        for path, module in list(PyCodeCache.modules_no_attr.items()):
+            if id(vars(module)) in scopes:
+                self._hidden[path] = PyCodeCache.modules_no_attr.pop(path)
 
     def _put_wait_off(self, compiler: Any, scope: dict[str, Any]) -> None:
         from concurrent.futures import Future
@@ -87,7 +129,32 @@ class KernelsLater:
         self._waits.append((compiler, scope))
 
     def _put_write_off(self, *write: Any) -> None:
-        self._writes.append(write)
+        from torch._inductor.codecache import FxGraphCache
+
+        _, _, inputs, *_ = write
+        symints = FxGraphCache._filter_backed_symints(inputs)
+        shape_env: Any = FxGraphCache._get_shape_env()
+        guards = shape_env.get_pruned_guards(symints)
+        assumed = shape_env.produce_guards_expression(placeholders=symints, guards=guards)
+        self._writes.append((assumed, write))
+
+
+class _AssumedThen:
+    """Tells what was assumed of sizes when a graph was done: later ones assume more.
+
+    Args:
+        assumed: as an expression; None for nothing.
+    """
+
+    def __init__(self, assumed: str | None) -> None:
+        self._assumed = assumed
+
+    def get_pruned_guards(self, _: Any) -> None:
+        """What the other method is then given."""
+
+    def produce_guards_expression(self, **_: Any) -> str | None:
+        """The expression."""
+        return self._assumed
 
 
 class _Kernel:

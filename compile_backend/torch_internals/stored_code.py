@@ -79,12 +79,17 @@ class Sizes:
 
 
 def packed(
-    inner: InnerCode, sizes: Sizes, mutated: tuple[int, ...], *, is_direct: bool
-) -> tuple[bytes, str]:
-    """Compiled code as bytes, and the assumptions it holds under: what `pack` gives."""
+    inner: InnerCode,
+    sizes: Sizes,
+    assumptions: str,
+    mutated: tuple[int, ...],
+    *,
+    is_direct: bool,
+) -> bytes:
+    """Compiled code as bytes, with the assumptions that it holds under."""
     from torch._inductor.output_code import CompiledFxGraph
 
-    code, assumptions = inner.code, sizes.assumptions()
+    code = inner.code
     if type(code) is not CompiledFxGraph:
         raise NotStorableError(f"is compiled to a {type(code).__name__}")
     if code.frozen_param_names or code.torchbind_constants:
@@ -106,7 +111,7 @@ def packed(
         "binaries": _cpu_kernels(code),
     }
     try:
-        return pickle.dumps((record, _pickled(stripped))), assumptions
+        return pickle.dumps((record, _pickled(stripped)))
     except Exception as error:
         raise NotStorableError(f"cannot be written down ({error})") from error
 
