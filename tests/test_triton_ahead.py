@@ -21,6 +21,7 @@ from compile_backend.attention import triton_kept
 from compile_backend.attention.backend import AttentionBackend
 from compile_backend.attention.metadata import BatchLimits
 from compile_backend.attention.spec import AttentionSpec
+from compile_backend.attention.triton_kept import KeptKernel
 from compile_backend.attention.triton_plan import LaunchPlan, plan_launch, plans_within
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def finishing(plan: LaunchPlan) -> int:
 
 @pytest.mark.parametrize("element_bytes", [2, 4])
 @given(
-    num_kv_heads=st.sampled_from([1, 2, 3, 8]),
+    num_kv_heads=st.sampled_from([1, 2, 3, 8, 20, 32, 64]),
     group=st.sampled_from([1, 2, 3, 4, 7, 8, 71]),
     head_size=st.sampled_from([64, 80, 128, 192, 256]),
     window=st.sampled_from([None, 100, 1000]),
@@ -69,20 +70,18 @@ def test_every_batch_within_limits_has_its_kernels(
         sliding_window=window,
     )
     num_reqs, query_len, seq_len = largest
-    query_len = min(query_len, seq_len)
     num_tokens = max(num_reqs, query_len)
     limits = BatchLimits(
         num_tokens=num_tokens, num_reqs=num_reqs, query_len=query_len, seq_len=seq_len
     )
     plans = plans_within(spec, limits, element_bytes, num_sms)
-    assert len(plans) == len({plan.form for plan in plans})
     compiled = {attending(plan) for plan in plans}, {finishing(plan) for plan in plans}
     for reqs, queries, keys in parts:
         max_query_len = 1 + round(queries * (query_len - 1))
         facts = SimpleNamespace(
             num_reqs=1 + round(reqs * (num_reqs - 1)),
             max_query_len=max_query_len,
-            max_seq_len=max_query_len + round(keys * (seq_len - max_query_len)),
+            max_seq_len=1 + round(keys * (seq_len - 1)),
         )
         for total in (max_query_len, num_tokens):
             batch: Any = SimpleNamespace(num_tokens=total, **vars(facts))
@@ -91,11 +90,23 @@ def test_every_batch_within_limits_has_its_kernels(
             assert finishing(plan) in compiled[1]
 
 
+def test_prompts_a_little_longer_than_a_power_of_two_split_their_keys() -> None:
+    spec = AttentionSpec(num_heads=32, num_kv_heads=32, head_size=128, scale=0.1)
+    limits = BatchLimits(num_tokens=2048, num_reqs=256, query_len=2048, seq_len=4096)
+    compiled = {attending(plan) for plan in plans_within(spec, limits, 2, 132)}
+    for query_len in range(1, 600):
+        batch: Any = SimpleNamespace(
+            num_tokens=query_len, num_reqs=1, max_query_len=query_len, max_seq_len=4096
+        )
+        assert attending(plan_launch(spec, batch, 2, 132)) in compiled
+
+
 def test_a_usual_model_needs_few_kernels() -> None:
     spec = AttentionSpec(num_heads=16, num_kv_heads=8, head_size=128, scale=0.1)
     limits = BatchLimits(num_tokens=2048, num_reqs=256, query_len=2048, seq_len=4096)
     plans = plans_within(spec, limits, 2, 132)
     assert len({attending(plan) for plan in plans}) <= 10
+    assert len(plans) <= 24
     assert {finishing(plan) for plan in plans} <= {1, 2, 4, 8, 16, 32, 64}
 
 
@@ -140,7 +151,15 @@ compiled, compile_one = [], triton.compiler.compile
 
 def noted(*args, **named):
     compiled.append(threading.current_thread() is threading.main_thread())
+    if sys.argv[1] == "failing" and not compiled[-1]:
+        raise OSError("No space left on device")
     return compile_one(*args, **named)
+
+def no_thread(self):
+    raise RuntimeError("can't start new thread")
+
+if sys.argv[1] == "threadless":
+    threading.Thread.start = no_thread
 
 triton.compiler.compile = noted
 spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=64, scale=0.125)
@@ -215,6 +234,16 @@ def test_nothing_is_compiled_after_the_first_batch(output: str, tmp_path: Path) 
     assert one_by_one["launches"] == ahead["launches"]
 
 
+@pytest.mark.parametrize("how", ["failing", "threadless"])
+def test_what_cannot_be_compiled_ahead_is_compiled_when_it_is_launched(
+    how: str, tmp_path: Path
+) -> None:
+    found = serve(how, tmp_path / "triton")
+    assert found["here"] > 0
+    assert found["later"] > 0
+    assert found["launches"] > 20
+
+
 # --- what is left out ---------------------------------------------------------------------------
 
 
@@ -235,7 +264,8 @@ def test_what_cannot_be_loaded_is_left_to_its_launch(monkeypatch: pytest.MonkeyP
     knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
     monkeypatch.setattr(triton_kept.triton, "knobs", knobs)
     made = [Made(fails=True), Made(fails=False)]
-    assert triton_kept.together([lambda one=one: one for one in (*made, made[0])]) == 2
+    kernel = KeptKernel(SimpleNamespace())
+    assert triton_kept.together([(kernel, lambda one=one: one) for one in (*made, *made)]) == 2
     assert [each.num_loads for each in made] == [1, 1]
 
 
@@ -243,11 +273,12 @@ def test_one_by_one_where_triton_has_no_threads(monkeypatch: pytest.MonkeyPatch)
     def compile_one() -> None:
         raise AssertionError("nothing is to be compiled")
 
-    assert triton_kept.together([compile_one]) == 0  # interpreted
+    kernel = KeptKernel(SimpleNamespace())
+    assert triton_kept.together([(kernel, compile_one)]) == 0  # interpreted
     knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
     monkeypatch.setattr(triton_kept.triton, "knobs", knobs)
     monkeypatch.delattr(triton_kept.triton, "AsyncCompileMode")
-    assert triton_kept.together([compile_one]) == 0
+    assert triton_kept.together([(kernel, compile_one)]) == 0
 
 
 # --- who is told --------------------------------------------------------------------------------
@@ -262,5 +293,5 @@ def test_a_runner_tells_backends_what_it_will_run(monkeypatch: pytest.MonkeyPatc
     parts = loop.runner._capture._parts
     assert limits.num_tokens >= max(16, parts.max_num_batched_tokens)
     assert limits.num_reqs == parts.dispatcher.max_num_seqs
-    assert 1 <= limits.query_len <= limits.num_tokens
+    assert limits.query_len == limits.num_tokens
     assert limits.seq_len == parts.loader.builder.max_query_len

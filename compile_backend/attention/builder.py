@@ -100,7 +100,7 @@ class AttentionMetadataBuilder:
         limits = BatchLimits(
             num_tokens=num_tokens,
             num_reqs=num_reqs,
-            query_len=min(self.max_query_len, num_tokens),
+            query_len=num_tokens,
             seq_len=self._cache.max_model_len,
         )
         for backend in self._backends:

@@ -68,7 +68,7 @@ class BatchLimits:
     Attributes:
         num_tokens: of all requests together.
         num_reqs: in one batch.
-        query_len: tokens that one request adds.
+        query_len: tokens that one request adds, in the worst case that a graph is captured for.
         seq_len: tokens of one request, those of the step included.
     """
 

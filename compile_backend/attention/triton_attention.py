@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -24,6 +24,8 @@ from compile_backend.errors import ConfigError
 from compile_backend.support import AttentionCGSupport
 
 if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
     from compile_backend.attention.kv_cache import LayerCache
     from compile_backend.attention.metadata import AttentionMetadata, BatchLimits
     from compile_backend.attention.spec import AttentionSpec, CacheFormat
@@ -46,6 +48,11 @@ class TritonAttention(AttentionBackend):
     name: ClassVar[str] = "triton"
     support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
+    _limits: BatchLimits | None = None
+    # Outputs that were not asked for since `expect`: attended, or quantised by a division (False)
+    # or a product (True).
+    _expected: AbstractSet[bool | None] = frozenset()
+
     def __init__(self, spec: AttentionSpec, cache: CacheFormat, device: torch.device) -> None:
         super().__init__(spec, cache, device)
         from compile_backend.attention.triton_cache import store_with_triton
@@ -54,7 +61,6 @@ class TritonAttention(AttentionBackend):
         self._store = store_with_triton
         self._attend = attend_with_triton
         self._compile_for = compile_for
-        self._expected: BatchLimits | None = None
         # Queries are expected as wide as the cache; those of an 8-bit cache as half precision.
         self._element_bytes = max(2, cache.dtype.itemsize)
         self._plans: dict[tuple[int, ...], LaunchPlan] = {}
@@ -120,7 +126,7 @@ class TritonAttention(AttentionBackend):
 
     def expect(self, limits: BatchLimits) -> None:
         """The first batch is what tells how queries lie in memory: all is compiled with it."""
-        self._expected = limits
+        self._limits, self._expected = limits, {None, False, True}
 
     @on_host
     def prepare(self, metadata: AttentionMetadata) -> LaunchPlan:
@@ -157,8 +163,8 @@ class TritonAttention(AttentionBackend):
         prepared: LaunchPlan,
     ) -> None:
         """Attend and, where keys were split, reduce: one or two launches."""
-        if self._expected is not None:
-            self._compile_all(query, output, cache, metadata)
+        if None in self._expected:
+            self._compile_all(query, output, cache, metadata, None, multiplies=False)
         prepared = self._plan_for(query, metadata, prepared)
         self._attend(query, output, cache, metadata, self.spec, prepared)
 
@@ -190,24 +196,38 @@ class TritonAttention(AttentionBackend):
             )
             return
         self.store(key, value, cache, metadata)
-        if self._expected is not None:
+        if multiplies in self._expected:
             self._compile_all(query, output, cache, metadata, scale, multiplies=multiplies)
         prepared = self._plan_for(query, metadata, prepared)
         self._attend(
             query, output, cache, metadata, self.spec, prepared, scale, multiplies=multiplies
         )
 
-    def _compile_all(self, *given: Any, **named: Any) -> None:
+    def _compile_all(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        scale: torch.Tensor | None,
+        *,
+        multiplies: bool,
+    ) -> None:
         """Compile for all batches that are expected, as for this one: see `compile_for`."""
-        limits, self._expected = self._expected, None
-        if limits is None or not given[1].numel():
+        limits = self._limits
+        if limits is None or not output.numel():
             return
-        start, width = time.perf_counter(), given[0].element_size()
-        plans = plans_within(self.spec, limits, width, self._num_sms)
-        query, output, cache, metadata, *scale = given
-        num = self._compile_for(plans, query, output, cache, metadata, self.spec, *scale, **named)
+        self._expected = self._expected - {None if scale is None else multiplies}
+        start = time.perf_counter()
+        plans = plans_within(self.spec, limits, query.element_size(), self._num_sms)
+        given = (query, output, cache, metadata, self.spec, scale)
+        try:
+            num_kernels = self._compile_for(plans, *given, multiplies=multiplies)
+        except Exception as error:  # noqa: BLE001 - the launch itself will tell, or compile
+            logger.warning("kernels of attention are compiled one by one: %s", error)
+            return
         took = time.perf_counter() - start
-        logger.info("%d kernels of attention compiled together in %.1f s", num, took)
+        logger.info("%d kernels of attention compiled together in %.1f s", num_kernels, took)
 
     def _plan_for(
         self, query: torch.Tensor, metadata: AttentionMetadata, prepared: LaunchPlan

@@ -35,13 +35,13 @@ _MOST_THREADS = 16
 _HOOKS = triton.knobs.runtime
 
 
-def together(compiles: Sequence[Callable[[], Any]]) -> int:
+def together(compiles: Sequence[tuple[KeptKernel, Callable[[], Any]]]) -> int:
     """Compile kernels at the same time, each in a thread, and load them.
 
-    One that cannot be compiled or loaded is left to its launch, which tells why.
+    One that cannot be compiled or loaded is left to its launch, which tries again.
 
     Args:
-        compiles: each calls `KeptKernel.compile` and returns what that gave.
+        compiles: what calls `KeptKernel.compile`, and returns what that gave.
 
     Returns:
         How many kernels there are; 0 where Triton compiles no kernels in threads.
@@ -49,12 +49,16 @@ def together(compiles: Sequence[Callable[[], Any]]) -> int:
     if not hasattr(triton, "AsyncCompileMode") or triton.knobs.runtime.interpret:
         return 0
     # In a context of its own: Triton has one such mode in each, and leaves it on after an error.
-    made = contextvars.Context().run(_compiled, compiles)
-    kernels = {id(kernel): kernel for kernel in made if kernel is not None}
-    for kernel in kernels.values():
+    try:
+        made = contextvars.Context().run(_compiled, [each for _, each in compiles])
+    finally:
+        for kernel in {id(kernel): kernel for kernel, _ in compiles}.values():
+            kernel.forget_failures()
+    loaded = {id(kernel): kernel for kernel in made if kernel is not None}
+    for each in loaded.values():
         with contextlib.suppress(Exception):  # such as too little memory on the device
-            _ = kernel.run  # loads it: nothing has to be loaded into a device in a capture
-    return len(kernels)
+            _ = each.run  # loads it: nothing has to be loaded into a device in a capture
+    return len(loaded)
 
 
 def _compiled(compiles: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -124,6 +128,13 @@ class KeptKernel:
     ) -> Any:
         """Have Triton compile what `launch` with these would run; see `together`."""
         return self._kernel.warmup(*tensors, *numbers, *constants, grid=(1,), **options)
+
+    def forget_failures(self) -> None:
+        """Have Triton compile anew what failed in `together`; since 3.7 it would not."""
+        for kernels, *_ in getattr(self._kernel, "device_caches", {}).values():
+            for key, kernel in list(kernels.items()):
+                if hasattr(kernel, "finalize_compile") and kernel.kernel is None:
+                    del kernels[key]
 
     def launch(
         self,

@@ -159,12 +159,13 @@ def compile_for(
     read = (query, cache.keys, cache.values, *lengths, output_scale)
     partial = torch.empty(1, dtype=torch.float32, device=query.device)
     attended = torch.empty(1, *query.shape[1:], dtype=query.dtype, device=query.device)
-    compiles: list[Callable[[], Any]] = []
+    compiles: list[tuple[KeptKernel, Callable[[], Any]]] = []
 
     def add(kernel: KeptKernel, call: _Call) -> None:
-        compiles.append(
-            lambda: kernel.compile(call.tensors, call.numbers, call.constants, **call.options)
-        )
+        def compile_it() -> Any:
+            return kernel.compile(call.tensors, call.numbers, call.constants, **call.options)
+
+        compiles.append((kernel, compile_it))
 
     for plan in plans:
         if plan.num_splits == 1 and (scale is None or plan.quantises):

@@ -7,8 +7,7 @@ know Triton and tensors.
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -103,14 +102,6 @@ class LaunchPlan:
     quantises: bool
     fp8_registers: int | None
 
-    @property
-    def form(self) -> tuple[object, ...]:
-        """What of it is compiled in: launches of one form share their kernels."""
-        return (
-            *(self.block_rows, self.is_whole, self.num_splits, self.tile),
-            *(self.num_warps, self.num_stages, self.quantises, self.fp8_registers),
-        )
-
 
 def next_power_of_2(number: int) -> int:
     """The smallest power of two that is not below a positive number."""
@@ -172,7 +163,10 @@ class _Batch:
 def plans_within(
     spec: AttentionSpec, limits: BatchLimits, element_bytes: int, num_sms: int
 ) -> list[LaunchPlan]:
-    """One launch for each compiled form of the kernels that batches within limits may need.
+    """A launch for each compiled form of the kernels that a batch within limits may need.
+
+    Blocks of queries depend on the longest query alone. In how many parts keys are split depends
+    on everything, so each block is taken with and without splits, and each number of them once.
 
     Args:
         spec: of the layer.
@@ -180,28 +174,29 @@ def plans_within(
         element_bytes: of the queries.
         num_sms: multiprocessors of the device.
     """
-    forms: dict[tuple[object, ...], LaunchPlan] = {}
-    lengths = [
-        (query_len, seq_len)
-        for query_len in _doubled(limits.query_len)
-        for seq_len in _doubled(limits.seq_len)
-        if seq_len >= query_len
-    ]
-    for (query_len, seq_len), num_reqs in itertools.product(lengths, _doubled(limits.num_reqs)):
-        batch = _Batch(
-            num_tokens=min(limits.num_tokens, num_reqs * query_len),
-            num_reqs=num_reqs,
-            max_query_len=query_len,
-            max_seq_len=seq_len,
-        )
+    largest_block = max(tiles.max_rows for tiles in TILES)
+    lengths = {*range(1, min(limits.query_len, largest_block + 1) + 1), limits.query_len}
+    blocks: dict[tuple[int, bool], LaunchPlan] = {}
+    for length in sorted(lengths):
+        batch = _Batch(num_tokens=length, num_reqs=1, max_query_len=length, max_seq_len=1)
         plan = plan_launch(spec, batch, element_bytes, num_sms)
-        forms.setdefault(plan.form, plan)
-    return list(forms.values())
-
-
-def _doubled(most: int) -> list[int]:
-    """1, 2, 4 and so on, and the most: whatever is chosen is so by powers of two."""
-    return [*(1 << power for power in range((most - 1).bit_length())), most]
+        blocks.setdefault((plan.block_rows, plan.is_whole), plan)
+    most_splits = choose_num_splits(
+        num_programs=spec.num_kv_heads,
+        num_tiles=-(-limits.seq_len // min(plan.tile for plan in blocks.values())),
+        num_sms=num_sms,
+    )
+    found = [
+        replace(plan, num_splits=1, quantises=quantises)
+        for plan in blocks.values()
+        for quantises in (True, False)
+    ]
+    if most_splits > 1:
+        found += [replace(plan, num_splits=2) for plan in blocks.values()]
+        some = found[-1]
+        powers = range(2, most_splits.bit_length())
+        found += [replace(some, num_splits=1 << power) for power in powers]
+    return found
 
 
 def plan_facts(metadata: AttentionMetadata) -> tuple[int, ...]:
