@@ -6,9 +6,14 @@ model is compiled it looks again and again at millions of objects that all stay 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class CollectorSwitch:
@@ -43,6 +48,16 @@ class CollectorSwitch:
                 if self._was_on:
                     gc.enable()
                 self._was_on = None
+
+    @contextlib.contextmanager
+    def held_off(self) -> Iterator[None]:
+        """Off around the body."""
+        self.begin()
+        try:
+            self.off()
+            yield
+        finally:
+            self.end()
 
     def end_after_next(self) -> None:
         """Somebody no longer wants it off once it has been told to collect, which comes next.

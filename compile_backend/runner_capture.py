@@ -17,6 +17,7 @@ from compile_backend.backend import cudagraph_modes
 from compile_backend.batch import BatchDescriptor
 from compile_backend.capture_estimate import SAMPLE, extrapolate
 from compile_backend.capture_keys import CapturedKeys, capture_keys, told
+from compile_backend.collector import COLLECTOR
 from compile_backend.config import CUDAGraphMode
 from compile_backend.errors import number_of
 from compile_backend.full_steps import FullSteps
@@ -81,6 +82,10 @@ class RunnerCapture:
             progress: see there.
             max_bytes: likewise.
         """
+        with COLLECTOR.held_off():  # but for one collection before the first capture
+            return self._capture(runner, progress=progress, max_bytes=max_bytes)
+
+    def _capture(self, runner: object, *, progress: bool, max_bytes: int | None) -> RunnerSteps:
         dispatcher = self._parts.dispatcher
         steps = self._prepare(runner)
         plan = dispatcher.capture_plan()

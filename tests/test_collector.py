@@ -7,6 +7,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
+import paged_toy
 import pytest
 import torch
 import torch.fx
@@ -187,6 +188,27 @@ def test_threads_that_compile_together_share_it(monkeypatch: pytest.MonkeyPatch)
     assert len(seen) == len(threads)
     assert gc.isenabled()
     assert COLLECTOR._depth == 0
+
+
+def test_a_runner_compiles_and_captures_with_one_collection() -> None:
+    """Also where it traces nothing, since a trace of another process serves."""
+    generations: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            generations.append(info["generation"])
+
+    with torch.no_grad():
+        loop = paged_toy.make_loop("FULL_AND_PIECEWISE", sizes=(2, 8))
+        gc.collect()
+        gc.callbacks.append(note)
+        try:
+            loop.runner.capture(progress=False)
+            during = list(generations)
+        finally:
+            gc.callbacks.remove(note)
+    assert gc.isenabled()
+    assert during == [2]
 
 
 # --- where Dynamo does not come to the end ------------------------------------------------------
