@@ -138,20 +138,15 @@ class PieceArtefacts:
         keys = [self._key(source) for source in sources]
         found = [self._loaded(*each) for each in zip(sources, keys, strict=True)]
         missing = [position for position, artefact in enumerate(found) if artefact is None]
-        cache, missing_keys = self._cache, {keys[position] for position in missing} - {None}
-        with (
-            contextlib.nullcontext()
-            if cache is None or not missing_keys
-            else cache.lock(*(key for key in missing_keys if key is not None))
-        ):
-            to_make: list[int] = []
-            for position in missing:
-                key = keys[position]
-                is_of_another = key is not None and key in [keys[each] for each in to_make]
-                if not is_of_another:
-                    found[position] = self._loaded(sources[position], key)
-                    if found[position] is None:
-                        to_make.append(position)
+        # One of those with equal keys is made; without a key each is by itself.
+        first = {keys[position] or position: position for position in reversed(missing)}
+        wanted = [key for key in first if isinstance(key, str)]
+        cache = self._cache
+        locked = cache.lock(*wanted) if cache and wanted else contextlib.nullcontext()
+        with locked:
+            for position in first.values():
+                found[position] = self._loaded(sources[position], keys[position])
+            to_make = [position for position in sorted(first.values()) if found[position] is None]
             made = self._made(
                 [sources[each] for each in to_make], [keys[each] for each in to_make]
             )

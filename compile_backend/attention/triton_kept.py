@@ -52,10 +52,10 @@ def together(compiles: Sequence[tuple[KeptKernel, Callable[[], Any]]]) -> int:
     try:
         made = contextvars.Context().run(_compiled, [each for _, each in compiles])
     finally:
-        for kernel in {id(kernel): kernel for kernel, _ in compiles}.values():
+        for kernel in {kernel for kernel, _ in compiles}:
             kernel.forget_failures()
-    loaded = {id(kernel): kernel for kernel in made if kernel is not None}
-    for each in loaded.values():
+    loaded = [each for each in dict.fromkeys(made) if each is not None]
+    for each in loaded:
         with contextlib.suppress(Exception):  # such as too little memory on the device
             _ = each.run  # loads it: nothing has to be loaded into a device in a capture
     return len(loaded)
@@ -69,10 +69,9 @@ def _compiled(compiles: Sequence[Callable[[], Any]]) -> list[Any]:
         triton.AsyncCompileMode(executor, ignore_errors=True),
     ):
         made = [compile_one() for compile_one in compiles]
-    is_new = [hasattr(each, "finalize_compile") for each in made]  # one that was there is itself
-    return [
-        each.result(ignore_errors=True) if new else each
-        for each, new in zip(made, is_new, strict=True)
+    return [  # one that was there before is itself
+        each.result(ignore_errors=True) if hasattr(each, "finalize_compile") else each
+        for each in made
     ]
 
 

@@ -7,14 +7,14 @@ asked there looks at them, too.
 
 from __future__ import annotations
 
-import sys
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from compile_backend.torch_internals.dynamo import frames, inwards
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +74,11 @@ class _Hook:
         metrics = getattr(get_metrics_context(), "_metrics", None)
         if isinstance(metrics, dict):
             metrics.pop("recompile_user_contexts", None)
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and "cache_size" not in frame.f_locals:
-            frame = frame.f_back
-        scope: dict[str, Any] = {} if frame is None else frame.f_locals
+        scopes = (frame.f_locals for frame in frames())
+        scope = next((scope for scope in scopes if "cache_size" in scope), {})
         if {"cache_size", "compile_id", "compiler_fn", "code"} <= scope.keys():
-            compile_call = scope["compiler_fn"]
-            while (inner := getattr(compile_call, "_torchdynamo_orig_backend", None)) is not None:
-                compile_call = inner
-            reached = _limit_reached(compile_call, scope, frame)
+            *_, compile_call = inwards(scope["compiler_fn"])
+            reached = _limit_reached(compile_call, scope)
             if reached is None:
                 self.begins(compile_call)
             else:
@@ -90,9 +86,7 @@ class _Hook:
         return ""
 
 
-def _limit_reached(
-    compile_call: object, scope: dict[str, Any], frame: FrameType | None
-) -> LimitReached | None:
+def _limit_reached(compile_call: object, scope: dict[str, Any]) -> LimitReached | None:
     from torch._dynamo import cache_size, config
 
     is_reached, name = cache_size.exceeds_recompile_limit(scope["cache_size"], scope["compile_id"])
@@ -102,18 +96,17 @@ def _limit_reached(
     function = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
     is_raised = bool(scope.get("one_graph") or config.fail_on_recompile_limit_hit)
     option = f"torch._dynamo.config.{name}"
-    if name == "recompile_limit" and _is_of_the_call(frame):
+    if name == "recompile_limit" and _is_of_the_call():
         option = "torch.compile(recompile_limit)"
     return LimitReached(compile_call, option, getattr(config, name), function, is_raised)
 
 
-def _is_of_the_call(frame: FrameType | None) -> bool:
+def _is_of_the_call() -> bool:
     """Whether a compilation has a limit of its own, which `torch.compile` takes since 2.13."""
-    while frame is not None:
+    for frame in frames():
         own = getattr(frame.f_locals.get("self"), "_recompile_limit", _NOTHING)
         if own is not _NOTHING:
             return own is not None
-        frame = frame.f_back
     return False
 
 

@@ -35,14 +35,14 @@ def _frame_of_compile() -> FrameType | None:
     return next(
         (
             frame
-            for frame in _frames()
+            for frame in frames()
             if type(frame.f_locals.get("self")).__name__ == "_TorchCompileWrapper"
         ),
         None,
     )
 
 
-def _frames() -> Iterator[FrameType]:
+def frames() -> Iterator[FrameType]:
     """Whoever calls, from the inside out."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -71,6 +71,11 @@ def callbacks_of(compiled: object) -> Iterator[object]:
                 if hasattr(candidate, "_torchdynamo_orig_backend"):
                     callback = candidate
                     break
+    yield from inwards(callback)
+
+
+def inwards(callback: object) -> Iterator[object]:
+    """What Dynamo calls, and all that this wraps; the last is the backend's, or stands for it."""
     while callback is not None:
         yield callback
         callback = getattr(callback, "_torchdynamo_orig_backend", None)
@@ -151,7 +156,7 @@ def is_part_of_a_function() -> bool:
     a function that Dynamo does not trace but for what it calls.
     """
     between: list[str] = []  # modules of the frames outside of the tracing
-    for frame in _frames():
+    for frame in frames():
         module = frame.f_globals.get("__name__", "")
         if frame.f_code.co_name == "compile_wrapper" and module == "torch._dynamo.eval_frame":
             return any(name not in _CALLS_ONLY for name in between)
@@ -216,7 +221,7 @@ def leaves_something_behind() -> bool:
     To be asked while the backend runs: Dynamo, whose frames are searched, does the storing after
     each call of the graph.
     """
-    for frame in _frames():
+    for frame in frames():
         side_effects = getattr(frame.f_locals.get("self"), "side_effects", None)
         if side_effects is not None:
             return bool(side_effects.tensor_hooks) or any(

@@ -9,9 +9,10 @@ code, and the code is written to Inductor's cache.
 from __future__ import annotations
 
 import contextlib
-import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+from compile_backend.torch_internals.replaced import Replaced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,9 +38,8 @@ class KernelsLater:
             return
         CompiledTritonKernels.cache_clear()  # type: ignore[no-untyped-call]
         with (
-            _Replaced.lock,
-            _Replaced(AsyncCompile, "wait", self._put_wait_off),
-            _Replaced(FxGraphCache, "_save_graph", self._put_write_off),
+            Replaced(AsyncCompile, "wait", self._put_wait_off),
+            Replaced(FxGraphCache, "_save_graph", self._put_write_off),
         ):
             try:
                 yield
@@ -181,27 +181,3 @@ class _Kernel:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel(), name)
-
-
-class _Replaced:
-    """A function of a class replaced for this thread; others get the one that was there."""
-
-    lock = threading.RLock()
-
-    def __init__(self, owner: type, name: str, function: Any) -> None:
-        self._owner, self._name, self._function = owner, name, function
-
-    def __enter__(self) -> None:
-        self._was = vars(self._owner)[self._name]
-        otherwise, function = getattr(self._owner, self._name), self._function
-        thread = threading.get_ident()
-
-        def chosen(*args: Any, **kwargs: Any) -> Any:
-            is_here = threading.get_ident() == thread
-            return (function if is_here else otherwise)(*args, **kwargs)
-
-        is_static = isinstance(self._was, staticmethod)
-        setattr(self._owner, self._name, staticmethod(chosen) if is_static else chosen)
-
-    def __exit__(self, *_: object) -> None:
-        setattr(self._owner, self._name, self._was)

@@ -9,7 +9,6 @@ import hashlib
 import math
 import pickle
 import tempfile
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ import torch.fx
 
 from compile_backend.cache import NotStorableError
 from compile_backend.torch_internals.extern_kernels import quick_to_import
+from compile_backend.torch_internals.replaced import Replaced
 from compile_backend.torch_internals.sizes import free_symbols_of
 
 if TYPE_CHECKING:
@@ -194,8 +194,6 @@ def _cpu_kernels(code: Any) -> dict[str, bytes]:
 class _CpuKernels:
     """C++ kernels that need no compiler: Inductor is handed them while it loads its code."""
 
-    _one_at_a_time = threading.Lock()
-
     @classmethod
     @contextlib.contextmanager
     def taken_from(cls, binaries: Mapping[str, bytes]) -> Iterator[None]:
@@ -213,12 +211,8 @@ class _CpuKernels:
                 return cls._load(name, binaries[name])
             return compile_anew(self, types, source)
 
-        with cls._one_at_a_time:
-            AsyncCompile.cpp_pybinding = taken  # type: ignore[method-assign, assignment]
-            try:
-                yield
-            finally:
-                AsyncCompile.cpp_pybinding = compile_anew  # type: ignore[method-assign]
+        with Replaced(AsyncCompile, "cpp_pybinding", taken):
+            yield
 
     @staticmethod
     def _load(name: str, binary: bytes) -> Any:
